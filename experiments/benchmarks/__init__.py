@@ -1,0 +1,1 @@
+"""Benchmarks: each prints a table and ends with a line `RESULT {json}`."""

@@ -1,0 +1,1 @@
+"""Advantages, objectives, selection rules, filters and statistics as pure functions (floor 1)."""

@@ -1,0 +1,444 @@
+"""Configuration: frozen, hashable dataclasses; one place of validation; `--set` overrides (floor 0).
+
+A run is a `RunConfig`: sections (`model`, `mesh`, `rollout`, ...) and a list of stages. An experiment file returns one;
+`apply_overrides` changes it from the command line:
+
+* `model=tiny` loads a named preset of a section;
+* `model.num_layers=3` sets a field; `stages.rl.steps=10` sets a field of the stage named `rl`.
+
+Presets are applied first, then fields, in the order given. Every mistake is a `UserError` of one line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from rstar_jax.types import UserError
+
+
+def _choice(section: str, field: str, value: Any, allowed: Sequence[Any]) -> None:
+    if value not in allowed:
+        raise UserError(f"{section}.{field}={value!r} is not known; choose one of {', '.join(map(str, allowed))}")
+
+
+def _at_least(section: str, config: Any, minimum: float, *fields: str) -> None:
+    for field in fields:
+        value = getattr(config, field)
+        if not value >= minimum:  # also catches NaN
+            raise UserError(f"{section}.{field}={value} must be at least {minimum}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """A Qwen-style decoder. Sizes in elements; `dtype` is what activations and matmuls use, `param_dtype` what is stored."""
+
+    vocab_size: int = 512
+    num_layers: int = 3
+    d_model: int = 96
+    d_ff: int = 288
+    num_heads: int = 3
+    num_kv_heads: int = 1
+    head_dim: int = 32
+    qk_norm: bool = True
+    qkv_bias: bool = False
+    tie_embeddings: bool = True
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    remat: str = "none"
+    logprob_chunk: int = 4096  # tokens whose logits exist at a time in the loss
+
+    def validate(self) -> None:
+        _at_least("model", self, 1, "vocab_size", "num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
+        _at_least("model", self, 1, "logprob_chunk")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise UserError(f"model.head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
+        _choice("model", "dtype", self.dtype, ("float32", "bfloat16"))
+        _choice("model", "param_dtype", self.param_dtype, ("float32", "bfloat16"))
+        _choice("model", "remat", self.remat, ("none", "dots", "full"))
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Devices per mesh axis; one axis may be -1 and takes what is left."""
+
+    data: int = -1
+    fsdp: int = 1
+    tensor: int = 1
+
+    def validate(self) -> None:
+        sizes = (self.data, self.fsdp, self.tensor)
+        if sum(s == -1 for s in sizes) > 1 or any(s < 1 and s != -1 for s in sizes):
+            raise UserError(f"mesh sizes {sizes}: each must be positive, and at most one may be -1")
+
+
+@dataclasses.dataclass(frozen=True)
+class TextConfig:
+    """`tokenizer`: `toy` (trained on the run's own data) or a directory with tokenizer.json. `chat`: the chat format."""
+
+    tokenizer: str = "toy"
+    chat: str = "compact"
+    turn_separator: str = "rstar2"
+
+    def validate(self) -> None:
+        _choice("text", "chat", self.chat, ("rstar2", "compact"))
+        _choice("text", "turn_separator", self.turn_separator, ("rstar2", "template"))
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """The engine's static shapes. A slot holds `max_prompt_tokens` plus the largest response of any stage."""
+
+    slots: int = 128
+    chunk: int = 8  # tokens per dispatch
+    prefill_rows: int = 8  # prompts per prefill call
+    prompt_buckets: tuple[int, ...] = (64,)  # padded prompt lengths; the largest is repeated for longer prompts
+    extend_rows: int = 8  # slots per extend call
+    extend_buckets: tuple[int, ...] = (32,)  # padded lengths of appended tokens; longer ones take several calls
+    max_prompt_tokens: int = 64
+
+    def validate(self) -> None:
+        _at_least("rollout", self, 1, "slots", "chunk", "prefill_rows", "extend_rows", "max_prompt_tokens")
+        for field in ("prompt_buckets", "extend_buckets"):
+            value = getattr(self, field)
+            if not value or any(v < 1 for v in value) or list(value) != sorted(set(value)):
+                raise UserError(f"rollout.{field}={value} must be positive lengths in increasing order")
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolConfig:
+    """Limits of one Python call. Times in seconds, sizes in bytes."""
+
+    workers: int = 2  # zygote processes; one per core is right
+    concurrency: int = 4  # calls running at a time
+    timeout_s: float = 4.0  # wall clock, from the start of execution
+    cpu_s: float = 4.0
+    memory_bytes: int = 1 << 30
+    output_bytes: int = 16 << 10  # kept of each of stdout and stderr: half head, half tail
+    hard_output_bytes: int = 64 << 20  # more than this ends the call with `output_limit`
+    code_bytes: int = 1 << 20
+    retries: int = 2  # of infrastructure failures
+    preload: tuple[str, ...] = ()  # modules imported before any call
+
+    def validate(self) -> None:
+        _at_least("tool", self, 1, "workers", "concurrency", "memory_bytes", "output_bytes", "hard_output_bytes", "code_bytes")
+        _at_least("tool", self, 0, "retries")
+        for field in ("timeout_s", "cpu_s"):
+            if not getattr(self, field) > 0:
+                raise UserError(f"tool.{field}={getattr(self, field)} must be positive")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """The update step. `buckets` are padded row lengths; a microbatch holds about `microbatch_tokens` tokens of one bucket."""
+
+    learning_rate: float = 3e-4  # for stages that name none
+    microbatch_tokens: int = 4096
+    buckets: tuple[int, ...] = (64, 96, 128, 192)
+    b1: float = 0.9
+    b2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    old_logprobs: str = "sampler"  # the ratio's denominator: the engine's log-probs, or the trainer's own
+    save_every: int = 20  # steps between checkpoints
+    keep_checkpoints: int = 2
+
+    def validate(self) -> None:
+        _at_least("training", self, 1, "microbatch_tokens", "save_every", "keep_checkpoints")
+        _choice("training", "old_logprobs", self.old_logprobs, ("sampler", "trainer"))
+        if not self.buckets or list(self.buckets) != sorted(set(self.buckets)) or self.buckets[0] < 2:
+            raise UserError(f"training.buckets={self.buckets} must be lengths of at least 2 in increasing order")
+        if not self.learning_rate > 0:
+            raise UserError(f"training.learning_rate={self.learning_rate} must be positive")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluation on held-out problems after each stage (`every` steps within RL stages; 0: only at the end)."""
+
+    problems: int = 512
+    samples: int = 1
+    temperature: float = 1.0
+    greedy: bool = True  # also one greedy sample per problem
+    every: int = 0
+
+    def validate(self) -> None:
+        _at_least("evaluation", self, 1, "problems", "samples")
+        _at_least("evaluation", self, 0, "every", "temperature")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """`source`: `arithmetic` (generated) or a path to a JSONL or parquet file. Sizes in items."""
+
+    source: str = "arithmetic"
+    seed: int = 0  # of the generator and of shuffles; the run's seed is added
+    demonstrations: int = 8192
+    problems: int = 16384
+    experts: int = 2048
+    no_tool: float = 0.08  # share of demonstrations that answer without calling the tool
+    broken_call: float = 0.45  # share that begin with a call that fails
+
+    def validate(self) -> None:
+        _at_least("data", self, 1, "demonstrations", "problems", "experts")
+        for field in ("no_tool", "broken_call"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise UserError(f"data.{field}={getattr(self, field)} is a share: between 0 and 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class StageConfig:
+    """One stage of a recipe. `kind`: `sft` (assistant tokens of demonstrations), `srl` (expert steps), `rl` (GRPO, with RoC
+    where `keep` < `group`)."""
+
+    name: str
+    kind: str
+    steps: int
+    # optimisation
+    learning_rate: float | None = None  # None: training.learning_rate
+    optimizer: str = "adamw"
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    reset_optimizer: bool = True
+    # sft
+    rows_per_step: int = 32
+    # rollouts
+    prompts_per_step: int = 16
+    group: int = 16  # rollouts per prompt
+    keep: int = 16  # rollouts per prompt that are trained on
+    selection: str = "paper"  # of `keep` out of `group`: RoC's rule, or the control
+    max_turns: int = 4
+    max_response_tokens: int = 72
+    max_tool_output_tokens: int = 32
+    max_parallel_calls: int = 1
+    temperature: float = 1.0
+    # objective
+    updates_per_rollout: int = 1
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    loss_aggregation: str = "token_mean"
+    normalize_std: bool = True
+    # dynamic sampling
+    refill: str = "none"
+    refill_rounds: int = 3  # at most, when refill=bounded
+    # srl
+    filter_std: float = 0.05
+    similarity_unit: str = "char"
+    target_steps: str = "all"
+    give_step_title: bool = False
+
+    def validate(self) -> None:
+        where = f"stages.{self.name}"
+        _choice(where, "kind", self.kind, ("sft", "srl", "rl"))
+        _choice(where, "optimizer", self.optimizer, ("adamw", "muon"))
+        _choice(where, "schedule", self.schedule, ("constant", "cosine"))
+        _choice(where, "selection", self.selection, ("paper", "public", "random"))
+        _choice(where, "loss_aggregation", self.loss_aggregation, ("token_mean", "sequence_mean"))
+        _choice(where, "refill", self.refill, ("none", "bounded"))
+        _choice(where, "similarity_unit", self.similarity_unit, ("char", "word", "token", "number"))
+        _choice(where, "target_steps", self.target_steps, ("first_n_minus_1", "all", "skip_first"))
+        _at_least(where, self, 1, "steps", "rows_per_step", "prompts_per_step", "group", "keep", "max_turns")
+        _at_least(where, self, 1, "max_response_tokens", "max_tool_output_tokens", "max_parallel_calls", "updates_per_rollout")
+        _at_least(where, self, 0, "warmup_steps", "clip_low", "clip_high", "filter_std", "refill_rounds", "temperature")
+        if self.keep > self.group:
+            raise UserError(f"{where}.keep={self.keep} is more than {where}.group={self.group}: RoC keeps some of what was sampled")
+        if self.kind in ("rl", "srl") and self.group < 2:
+            raise UserError(f"{where}.group={self.group}: a group of one has no advantage; use at least 2")
+        if self.kind in ("rl", "srl") and self.temperature == 0:
+            raise UserError(f"{where}.temperature=0 samples the same rollout each time; use a positive temperature for RL")
+        if self.updates_per_rollout > self.prompts_per_step and self.kind != "sft":
+            raise UserError(
+                f"{where}.updates_per_rollout={self.updates_per_rollout} is more than its {self.prompts_per_step} prompts a step"
+            )
+        if self.learning_rate is not None and not self.learning_rate > 0:
+            raise UserError(f"{where}.learning_rate={self.learning_rate} must be positive")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """A whole run."""
+
+    name: str
+    stages: tuple[StageConfig, ...]
+    seed: int = 0
+    model: ModelConfig = ModelConfig()
+    mesh: MeshConfig = MeshConfig()
+    text: TextConfig = TextConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    tool: ToolConfig = ToolConfig()
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    data: DataConfig = DataConfig()
+
+    def validate(self) -> RunConfig:
+        """Returns self, or raises `UserError` naming the first impossible setting."""
+        for section in SECTIONS:
+            getattr(self, section).validate()
+        if not self.stages:
+            raise UserError("a run needs at least one stage")
+        names = [stage.name for stage in self.stages]
+        if len(set(names)) != len(names):
+            raise UserError(f"stage names must differ; got {', '.join(names)}")
+        for stage in self.stages:
+            if not stage.name or "." in stage.name or "/" in stage.name:
+                raise UserError(f"stage name {stage.name!r} must be a word without dots and slashes")
+            stage.validate()
+        if self.capacity > self.training.buckets[-1]:
+            raise UserError(
+                f"training.buckets end at {self.training.buckets[-1]}, but a trajectory may hold {self.capacity} tokens "
+                "(rollout.max_prompt_tokens plus the longest stage's max_response_tokens)"
+            )
+        return self
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a slot must hold."""
+        return self.rollout.max_prompt_tokens + max(stage.max_response_tokens for stage in self.stages)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def identity(self) -> dict[str, Any]:
+        """What makes two runs the same run: everything but the mesh, the evaluation's and checkpoints' cadence of printing, and
+        the number of steps of the last stage (unless its learning rate depends on it)."""
+        identity = json.loads(json.dumps(self.to_dict()))
+        del identity["mesh"]
+        del identity["training"]["keep_checkpoints"]
+        if self.stages[-1].schedule == "constant":
+            del identity["stages"][-1]["steps"]
+        return identity
+
+
+SECTIONS = ("model", "mesh", "text", "rollout", "tool", "training", "evaluation", "data")
+
+_TINY = ModelConfig(vocab_size=512, num_layers=2, d_model=32, d_ff=64, num_heads=2, num_kv_heads=1, head_dim=16)
+
+
+def _qwen3(layers: int, d: int, ff: int, heads: int, tied: bool) -> ModelConfig:
+    return ModelConfig(151_936, layers, d, ff, heads, 8, 128, True, False, tied, 1e6, 1e-6, "bfloat16", "float32", "full")
+
+
+def _qwen25(layers: int, d: int, ff: int, heads: int, kv: int, head_dim: int, vocab: int, tied: bool) -> ModelConfig:
+    return ModelConfig(vocab, layers, d, ff, heads, kv, head_dim, False, True, tied, 1e6, 1e-6, "bfloat16", "float32", "full")
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "model": {
+        "tiny": _TINY,
+        "toy": ModelConfig(),
+        "qwen3-0.6b": _qwen3(28, 1024, 3072, 16, True),
+        "qwen3-1.7b": _qwen3(28, 2048, 6144, 16, True),
+        "qwen3-4b": _qwen3(36, 2560, 9728, 32, True),
+        "qwen3-8b": _qwen3(36, 4096, 12288, 32, False),
+        "qwen3-14b": _qwen3(40, 5120, 17408, 40, False),
+        "qwen3-32b": _qwen3(64, 5120, 25600, 64, False),
+        "qwen2.5-0.5b": _qwen25(24, 896, 4864, 14, 2, 64, 151_936, True),
+        "qwen2.5-1.5b": _qwen25(28, 1536, 8960, 12, 2, 128, 151_936, True),
+        "qwen2.5-3b": _qwen25(36, 2048, 11008, 16, 2, 128, 151_936, True),
+        "qwen2.5-7b": _qwen25(28, 3584, 18944, 28, 4, 128, 152_064, False),
+        "qwen2.5-32b": _qwen25(64, 5120, 27648, 40, 8, 128, 152_064, False),
+    },
+    "mesh": {"single": MeshConfig(data=1), "data": MeshConfig(), "fsdp": MeshConfig(data=1, fsdp=-1)},
+    "rollout": {
+        "tiny": RolloutConfig(slots=16, prefill_rows=4, extend_rows=4),
+        "toy": RolloutConfig(),
+    },
+}
+"""Named presets of sections (`--set model=tiny`)."""
+
+
+def _parse(text: str, kind: Any, key: str) -> Any:
+    """`text` as a value of the annotated type `kind`."""
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        options = [option for option in typing.get_args(kind) if option is not type(None)]
+        if text.lower() in ("none", "null"):
+            return None
+        return _parse(text, options[0], key)
+    if origin is tuple:
+        element = typing.get_args(kind)[0]
+        body = text.strip().strip("()[]")
+        return tuple(_parse(part.strip(), element, key) for part in body.split(",") if part.strip())
+    if kind is bool:
+        if text.lower() in ("true", "1", "yes"):
+            return True
+        if text.lower() in ("false", "0", "no"):
+            return False
+        raise UserError(f"--set {key}={text}: expected true or false")
+    if kind in (int, float):
+        try:
+            return kind(text.replace("_", "")) if kind is float else int(text.replace("_", ""), 10)
+        except ValueError:
+            name = "a whole number" if kind is int else "a number"
+            raise UserError(f"--set {key}={text}: expected {name}") from None
+    return text
+
+
+def _set_field(config: Any, field: str, text: str, key: str) -> Any:
+    names = [f.name for f in dataclasses.fields(config)]
+    if field not in names:
+        raise UserError(f"--set {key}: no such field; {type(config).__name__} has {', '.join(names)}")
+    kind = typing.get_type_hints(type(config))[field]
+    return dataclasses.replace(config, **{field: _parse(text, kind, key)})
+
+
+def apply_overrides(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """`config` with `key=value` overrides applied (presets first, then fields) and validated."""
+    pairs = []
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator or not key:
+            raise UserError(f"--set {override}: expected key=value, for example model.num_layers=3")
+        pairs.append((key.strip(), value.strip()))
+    for key, value in pairs:
+        if key in SECTIONS:
+            presets = PRESETS.get(key, {})
+            if value not in presets:
+                known = f"known: {', '.join(presets)}" if presets else f"{key} has no presets; set its fields as {key}.field=value"
+                raise UserError(f"--set {key}={value}: no such preset; {known}")
+            config = dataclasses.replace(config, **{key: presets[value]})
+    for key, value in pairs:
+        if key in SECTIONS:
+            continue
+        section, _, field = key.partition(".")
+        if not field:
+            if section in ("stages", "name") or section not in {f.name for f in dataclasses.fields(config)}:
+                raise UserError(f"--set {key}: no such setting; sections are {', '.join(SECTIONS)}, stages, and seed")
+            config = _set_field(config, section, value, key)
+        elif section == "stages":
+            stage_name, _, field = field.partition(".")
+            names = [stage.name for stage in config.stages]
+            if stage_name not in names or not field:
+                raise UserError(f"--set {key}: stages are set as stages.NAME.field, with NAME one of {', '.join(names)}")
+            stages = tuple(_set_field(s, field, value, key) if s.name == stage_name else s for s in config.stages)
+            config = dataclasses.replace(config, stages=stages)
+        elif section in SECTIONS:
+            config = dataclasses.replace(config, **{section: _set_field(getattr(config, section), field, value, key)})
+        else:
+            raise UserError(f"--set {key}: no such section; known: {', '.join(SECTIONS)}, stages")
+    return config.validate()
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Lines `key: old -> new` for every leaf in which two identities differ."""
+    lines = []
+    for key in sorted(old.keys() | new.keys(), key=str):
+        before, after = old.get(key, "(absent)"), new.get(key, "(absent)")
+        name = f"{prefix}{key}"
+        if isinstance(before, dict) and isinstance(after, dict):
+            lines += differences(before, after, f"{name}.")
+        elif isinstance(before, list) and isinstance(after, list) and all(isinstance(x, dict) for x in before + after):
+            as_dicts = [{str(x.get("name", i)): x for i, x in enumerate(items)} for items in (before, after)]
+            lines += differences(as_dicts[0], as_dicts[1], f"{name}.")
+        elif before != after:
+            lines.append(f"{name}: {before} -> {after}")
+    return lines

@@ -1,0 +1,1 @@
+"""Prompt and demonstration sources (floor 2)."""

@@ -1,0 +1,1 @@
+"""The decoder: one pure forward for training, prefill and decode (floor 1)."""

@@ -1,0 +1,1 @@
+"""The loops of a run, each readable from top to bottom (floor 3)."""

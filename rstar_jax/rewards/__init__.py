@@ -1,0 +1,1 @@
+"""Rewards that score a finished trajectory (floor 1)."""

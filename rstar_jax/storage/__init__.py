@@ -1,0 +1,1 @@
+"""Checkpoints, metrics, trajectories on disk and the report (floor 2)."""

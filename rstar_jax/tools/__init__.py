@@ -1,0 +1,1 @@
+"""The Python tool: real, isolated processes behind the Tool protocol (floor 1)."""

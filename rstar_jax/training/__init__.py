@@ -1,0 +1,1 @@
+"""Batches, the update step and the train state (floor 2)."""

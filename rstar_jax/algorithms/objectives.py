@@ -1,0 +1,133 @@
+"""Token losses of policy optimisation (device, pure). A loss is a numerator and a count, never a mean.
+
+Shape suffixes: b rows, t tokens of a row, s sequences of a packed row (0 = padding, 1 to T).
+
+`Sums` of microbatches, rows, shards and hosts add up, and one division after the last addition gives the loss. To get its
+gradient, differentiate the numerator `values["loss"]` and divide by the total of `counts["loss"]`.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from rstar_jax.algorithms.masked import fill, masked_count, masked_sum
+from rstar_jax.types import Array, Sums, UserError
+
+AGGREGATIONS = ("token_mean", "sequence_mean")
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +-20 nats, so that the ratio (at most 4.9e8) is finite in float32. A token beyond it has the
+gradient 0; a policy that moved so far since sampling has no use for an importance weight."""
+
+
+def aggregate(
+    values_bt: Array, mask_bt: Array, aggregation: str, sequences_bt: Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The numerator and the count of a mean over tokens or over sequences.
+
+    * token_mean: `sum_t v_t`, count = the number of unmasked tokens. Long sequences weigh more (rStar2-Agent Eq. 6, DAPO).
+    * sequence_mean: `sum_i (1/|o_i|) sum_t v_it`, count = the number of sequences that hold an unmasked token, with `|o_i|`
+      the unmasked tokens of sequence i. All sequences weigh the same (GRPO, SRL Eq. 1).
+
+    Args:
+      values_bt: [B, T] numbers; masked entries may hold NaN.
+      mask_bt: [B, T] bool.
+      aggregation: "token_mean" or "sequence_mean".
+      sequences_bt: [B, T] int, the sequence of each token within its row, 1 to T, 0 for padding (never counted). None: a row
+        is one sequence. A sequence lies within one row.
+
+    Returns:
+      (numerator, count): float and int32 scalars.
+    """
+    if aggregation not in AGGREGATIONS:
+        raise UserError(f"loss_aggregation={aggregation!r} is not known; choose one of {', '.join(AGGREGATIONS)}")
+    chex.assert_rank(values_bt, 2)
+    mask_bt = _without_padding(mask_bt, sequences_bt)
+    values_bt = fill(values_bt, mask_bt)
+    if aggregation == "token_mean":
+        return jnp.sum(values_bt), masked_count(mask_bt)
+    if sequences_bt is None:
+        length_bs = masked_count(mask_bt, axis=1)[:, None]
+        length_bt = jnp.broadcast_to(length_bs, mask_bt.shape)
+    else:
+        sequences_bt = jnp.asarray(sequences_bt)
+        slots = mask_bt.shape[1] + 1  # a row of T tokens holds at most T sequences, beside its padding
+        length_bs = jax.vmap(lambda m, s: jnp.zeros(slots, jnp.int32).at[s].add(m))(mask_bt.astype(jnp.int32), sequences_bt)
+        length_bt = jnp.take_along_axis(length_bs, sequences_bt, axis=1)
+    return jnp.sum(values_bt / jnp.maximum(length_bt, 1)), masked_count(length_bs > 0)
+
+
+def policy_loss(
+    logp_bt: Array,
+    old_logp_bt: Array,
+    advantage_bt: Array,
+    trainable_bt: Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    aggregation: str = "token_mean",
+    sequences_bt: Array | None = None,
+    entropy_bt: Array | None = None,
+) -> Sums:
+    """Clipped policy-gradient loss with separate lower and upper clip ranges (clip-higher).
+
+        rho_t  = exp(clamp(logp_t - old_logp_t, -20, 20))
+        loss_t = -min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)
+
+    Args:
+      logp_bt: [B, T] log-probs (nats) of the tokens under the policy that is trained.
+      old_logp_bt: [B, T] log-probs under the policy that the ratio is taken against; a constant.
+      advantage_bt: [B, T], or [B] when a row is one sequence; a constant.
+      trainable_bt: [B, T] bool, True where the token was sampled. What stands elsewhere in any argument has no influence.
+      clip_low: the ratio earns nothing below `1 - clip_low` when the advantage is negative.
+      clip_high: the ratio earns nothing above `1 + clip_high` when the advantage is positive.
+      aggregation: of the loss, see `aggregate`. The metrics are token means always.
+      sequences_bt: [B, T] int, see `aggregate`.
+      entropy_bt: [B, T] entropies (nats) of the policy's token distributions, reported as a metric only.
+
+    Returns:
+      Sums over the batch with the keys
+        loss: the objective above, to be minimised;
+        clip_fraction: tokens whose clip is active, so that they have no gradient;
+        ratio: rho;
+        approx_kl: the estimate `(rho - 1) - log rho` of KL(old || policy), never negative
+          ("k3" of http://joschu.net/blog/kl-approx.html);
+        entropy: only when `entropy_bt` is given.
+
+    Reference: rStar2-Agent section 2.2, Eq. 6; Yu et al., DAPO (arXiv 2503.14476); Schulman et al., PPO (arXiv 1707.06347).
+    """
+    chex.assert_rank(logp_bt, 2)
+    chex.assert_equal_shape([logp_bt, old_logp_bt, trainable_bt])
+    mask_bt = _without_padding(trainable_bt, sequences_bt)
+    advantage_bt = jnp.asarray(advantage_bt)
+    if advantage_bt.ndim == 1:
+        advantage_bt = jnp.broadcast_to(advantage_bt[:, None], mask_bt.shape)
+    advantage_bt = jax.lax.stop_gradient(fill(advantage_bt, mask_bt))
+    old_logp_bt = jax.lax.stop_gradient(fill(old_logp_bt, mask_bt))
+
+    log_ratio_bt = jnp.clip(fill(logp_bt, mask_bt) - old_logp_bt, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio_bt = jnp.exp(log_ratio_bt)
+    low, high = 1.0 - clip_low, 1.0 + clip_high
+    # The minimum of the two products, written by cases: at a tie `minimum` would halve the gradient between its arguments.
+    clipped_bt = ((advantage_bt > 0) & (ratio_bt > high)) | ((advantage_bt < 0) & (ratio_bt < low))
+    loss_bt = -advantage_bt * jnp.where(clipped_bt, jnp.clip(ratio_bt, low, high), ratio_bt)
+
+    metrics = {"clip_fraction": clipped_bt, "ratio": ratio_bt, "approx_kl": ratio_bt - 1.0 - log_ratio_bt}
+    if entropy_bt is not None:
+        metrics["entropy"] = jnp.asarray(entropy_bt)
+    tokens = masked_count(mask_bt)
+    loss, count = aggregate(loss_bt, mask_bt, aggregation, sequences_bt)
+    return Sums(
+        {"loss": loss} | {name: jax.lax.stop_gradient(masked_sum(value, mask_bt)) for name, value in metrics.items()},
+        {"loss": count} | dict.fromkeys(metrics, tokens),
+    )
+
+
+def _without_padding(mask_bt: Array, sequences_bt: Array | None) -> jax.Array:
+    mask_bt = jnp.asarray(mask_bt)
+    if sequences_bt is None:
+        return mask_bt
+    chex.assert_equal_shape([mask_bt, sequences_bt])
+    return mask_bt & (jnp.asarray(sequences_bt) > 0)

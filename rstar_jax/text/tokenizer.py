@@ -1,0 +1,215 @@
+"""Text to token ids and back, on the `tokenizers` library.
+
+The rule that matters here: *content never becomes a special token*. A tool may print `<|im_start|>assistant`, a question may
+quote `<tool_call>`; they are text. So there are two backends: the full one knows the special tokens and decodes; a second one,
+with every added token taken out, encodes content. Only a `Marker` piece becomes a special id.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+
+from rstar_jax.text.chat import COMPACT_SPECIALS, PAD, TURN_END
+from rstar_jax.types import Marker, UserError
+
+_BYTES = 256
+_REPLACEMENT = "\ufffd"
+
+
+def _without_added_tokens(full: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A copy of `full` that can only encode content: no added tokens, and none of them in the vocabulary."""
+    description = json.loads(full.to_str())
+    added = {token["content"] for token in description["added_tokens"]}
+    description["added_tokens"] = []
+    description["post_processor"] = None  # it may name special tokens
+    model = description["model"]
+    if isinstance(model.get("vocab"), dict):
+        merges = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model.get("merges", ())]
+        used = {part for merge in merges for part in merge} | {"".join(merge) for merge in merges} | {model.get("unk_token")}
+        model["vocab"] = {token: index for token, index in model["vocab"].items() if token not in added or token in used}
+    return tokenizers.Tokenizer.from_str(json.dumps(description))
+
+
+@dataclasses.dataclass(frozen=True)
+class FastTokenizer:
+    """A `Tokenizer` over one `tokenizers` backend. Made by `load_tokenizer` and `train_tokenizer`.
+
+    `config` is the content of tokenizer_config.json, written back by `save` unchanged. `pad_id` may equal a stop id: what is
+    padding is known from lengths, never from ids.
+    """
+
+    backend: tokenizers.Tokenizer
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    config: Mapping[str, Any]
+    _content: tokenizers.Tokenizer = dataclasses.field(init=False, repr=False)
+    _special: Mapping[str, int] = dataclasses.field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        added = self.backend.get_added_tokens_decoder()
+        content = _without_added_tokens(self.backend)
+        for index, token in added.items():
+            if token.special and index in content.encode(token.content, add_special_tokens=False).ids:
+                raise UserError(f"the tokenizer gives plain text {token.content!r} its special id {index}; they must differ")
+        object.__setattr__(self, "_content", content)
+        object.__setattr__(self, "_special", {token.content: index for index, token in added.items()})
+        if not self.stop_ids:
+            raise UserError(f"the tokenizer has no stop token: set eos_token in tokenizer_config.json or add {TURN_END}")
+        for index in (*self.stop_ids, self.pad_id):
+            if not 0 <= index < self.vocab_size:
+                raise UserError(f"stop or pad id {index} is outside the tokenizer's vocabulary of {self.vocab_size}")
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id that exists (ids may have holes)."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The id of every added token, by its text."""
+        return self._special
+
+    def encode(self, pieces: Sequence[str]) -> list[int]:
+        """Ids of `pieces`: a `Marker` that is an added token gives its id; all between two such ids is encoded as one text.
+        Lone surrogates, which no UTF-8 text can hold, become U+FFFD."""
+        ids: list[int] = []
+        pending: list[str] = []
+        for piece in pieces:
+            if isinstance(piece, Marker) and piece in self._special:
+                ids += self._encode_content("".join(pending))
+                pending = []
+                ids.append(self._special[piece])
+            else:
+                pending.append(piece)
+        return ids + self._encode_content("".join(pending))
+
+    def _encode_content(self, text: str) -> list[int]:
+        if not text:
+            return []
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return self._content.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens included and spaces untouched; bytes that are not UTF-8, and ids that no token has
+        (a model's table may be larger than its vocabulary), become U+FFFD."""
+        parts: list[str] = []
+        run: list[int] = []
+        for index in map(int, ids):
+            if index >= 0 and self.backend.id_to_token(index) is not None:
+                run.append(index)
+                continue
+            parts += [self.backend.decode(run, skip_special_tokens=False), _REPLACEMENT]
+            run = []
+        return "".join([*parts, self.backend.decode(run, skip_special_tokens=False)])
+
+    def save(self, directory: str | pathlib.Path) -> None:
+        """Write tokenizer.json, tokenizer_config.json and the stop ids (generation_config.json), so that `load_tokenizer` gives
+        this tokenizer again and transformers' `AutoTokenizer` loads it."""
+        path = pathlib.Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        self.backend.save(str(path / "tokenizer.json"))
+        generation = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
+        for name, content in (("tokenizer_config.json", dict(self.config)), ("generation_config.json", generation)):
+            (path / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = COMPACT_SPECIALS) -> FastTokenizer:
+    """Train a byte-level BPE of exactly `vocab_size` ids: `specials` first, then the 256 bytes, then merges.
+
+    Every digit is a token of its own; any text round-trips. The texts may hold special tokens, which are left out of the
+    counts. When the texts give too few merges, unused special tokens fill the vocabulary, so that it always equals the
+    model's table. The same texts give the same vocabulary. `<|im_end|>` must be among the specials (the stop token);
+    `<|pad|>` is used for padding where it is one of them, else the stop token.
+    """
+    least = len(specials) + _BYTES
+    if vocab_size < least:
+        raise UserError(f"a vocabulary of {vocab_size} is too small: {len(specials)} specials and 256 bytes need {least}")
+    if TURN_END not in specials or len(set(specials)) != len(specials) or not all(specials):
+        raise UserError(f"specials must be distinct, not empty, and hold {TURN_END}; got {', '.join(specials)}")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[AddedToken(str(token), special=True, normalized=False) for token in specials],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    at_specials = re.compile("|".join(map(re.escape, sorted(specials, key=len, reverse=True))))
+    backend.train_from_iterator((part for text in texts for part in at_specials.split(text)), trainer)
+    fill = [f"<|unused_{i}|>" for i in range(vocab_size - backend.get_vocab_size())]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in fill])
+    pad = PAD if PAD in specials else TURN_END
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": str(TURN_END),
+        "pad_token": str(pad),
+        "clean_up_tokenization_spaces": False,
+    }
+    vocabulary = backend.get_vocab()
+    return FastTokenizer(backend, (vocabulary[TURN_END],), vocabulary[pad], config)
+
+
+def load_tokenizer(directory: str | pathlib.Path) -> FastTokenizer:
+    """The tokenizer of a Hugging Face model directory.
+
+    Stop ids are the union, in this order, of `eos_token_id` in generation_config.json (an int or a list), `eos_token` in
+    tokenizer_config.json, and `<|im_end|>`; any of the three may be absent, but not all. Padding is `pad_token`, else
+    `pad_token_id`, else the first stop id. Raises `UserError` for a missing directory or file and for broken JSON.
+    """
+    path = pathlib.Path(directory)
+    if not path.is_dir():
+        raise UserError(f"{path} is not a directory; a tokenizer is loaded from a directory that holds tokenizer.json")
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(f"{path} holds no tokenizer.json; save the model's fast tokenizer there")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(f"{file} cannot be read as a tokenizer: {' '.join(str(error).split())}") from error
+    config, generation = _json_file(path / "tokenizer_config.json"), _json_file(path / "generation_config.json")
+    eos = generation.get("eos_token_id")
+    found = [*(eos if isinstance(eos, list) else [eos]), _token_id(backend, config, "eos_token"), backend.token_to_id(TURN_END)]
+    stop_ids = tuple(dict.fromkeys(int(index) for index in found if index is not None))
+    pads = [_token_id(backend, config, "pad_token"), generation.get("pad_token_id"), *stop_ids]
+    pad_id = next((int(index) for index in pads if index is not None), 0)
+    return FastTokenizer(backend, stop_ids, pad_id, config)
+
+
+def _json_file(file: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when the file does not exist."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} must hold a JSON object")
+    return content
+
+
+def _token_id(backend: tokenizers.Tokenizer, config: Mapping[str, Any], key: str) -> int | None:
+    """The id of a token named in tokenizer_config.json, as text or as an object with `content`."""
+    token = config.get(key)
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token is None:
+        return None
+    index = backend.token_to_id(token)
+    if index is None:
+        raise UserError(f"tokenizer_config.json names {key} {token!r}, which is not in the vocabulary")
+    return index

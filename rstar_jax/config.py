@@ -292,6 +292,12 @@ class RunConfig:
             if not stage.name or "." in stage.name or "/" in stage.name:
                 raise UserError(f"stage name {stage.name!r} must be a word without dots and slashes")
             stage.validate()
+        for before, stage in zip(self.stages, self.stages[1:], strict=False):
+            if not stage.reset_optimizer and stage.optimizer != before.optimizer:
+                raise UserError(
+                    f"stages.{stage.name}.reset_optimizer=false needs the optimizer of {before.name} ({before.optimizer}), "
+                    f"not {stage.optimizer}"
+                )
         if self.capacity > self.training.buckets[-1]:
             raise UserError(
                 f"training.buckets end at {self.training.buckets[-1]}, but a trajectory may hold {self.capacity} tokens "
@@ -305,7 +311,23 @@ class RunConfig:
         return self.rollout.max_prompt_tokens + max(stage.max_response_tokens for stage in self.stages)
 
     def to_dict(self) -> dict[str, Any]:
+        """Nested plain values; `from_dict` reads them back."""
         return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: dict[str, Any]) -> RunConfig:
+        """The configuration that `to_dict` wrote (through JSON, where tuples become lists). Other keys are ignored."""
+
+        def build(kind: type, values: dict[str, Any]) -> Any:
+            try:
+                return kind(**{key: tuple(v) if isinstance(v, list) else v for key, v in values.items()})
+            except TypeError as error:
+                raise UserError(f"the saved {kind.__name__} does not fit this version of the code: {error}") from None
+
+        hints = typing.get_type_hints(cls)
+        sections = {name: build(hints[name], content[name]) for name in SECTIONS}
+        stages = tuple(build(StageConfig, stage) for stage in content["stages"])
+        return cls(content["name"], stages, content["seed"], **sections)
 
     def identity(self) -> dict[str, Any]:
         """What makes two runs the same run: everything but the mesh, the evaluation's and checkpoints' cadence of printing, and

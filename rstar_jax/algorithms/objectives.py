@@ -22,9 +22,7 @@ MAX_LOG_RATIO = 20.0
 gradient 0; a policy that moved so far since sampling has no use for an importance weight."""
 
 
-def aggregate(
-    values_bt: Array, mask_bt: Array, aggregation: str, sequences_bt: Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+def aggregate(values_bt: Array, mask_bt: Array, aggregation: str, sequences_bt: Array | None = None) -> tuple[jax.Array, jax.Array]:
     """The numerator and the count of a mean over tokens or over sequences.
 
     * token_mean: `sum_t v_t`, count = the number of unmasked tokens. Long sequences weigh more (rStar2-Agent Eq. 6, DAPO).

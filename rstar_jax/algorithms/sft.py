@@ -8,9 +8,7 @@ from rstar_jax.algorithms.objectives import aggregate
 from rstar_jax.types import Array, Sums
 
 
-def sft_loss(
-    logp_bt: Array, trainable_bt: Array, *, aggregation: str = "token_mean", sequences_bt: Array | None = None
-) -> Sums:
+def sft_loss(logp_bt: Array, trainable_bt: Array, *, aggregation: str = "token_mean", sequences_bt: Array | None = None) -> Sums:
     """Negative log-likelihood `-log pi(token)` of the assistant's tokens.
 
     Args:

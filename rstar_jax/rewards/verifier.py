@@ -99,9 +99,7 @@ class Verifier:
             self._idle.put_nowait(None)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._idle = None
         await asyncio.gather(*(self._discard(worker) for worker in tuple(self._alive)))
 

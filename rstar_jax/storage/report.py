@@ -223,9 +223,7 @@ def _reward_sentence(run: Run) -> list[str]:
 def evaluation_table(columns: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Any]:
     """`head`: names of the columns; `body`: (label, [(value, interval)]) for each metric that is not an interval's end."""
     names = list(dict.fromkeys(name for _, metrics in columns for name in metrics))
-    bounds = {
-        f"{name}{end}" for name in names for end in ("_low", "_high") if f"{name}_low" in names and f"{name}_high" in names
-    }
+    bounds = {f"{name}{end}" for name in names for end in ("_low", "_high") if f"{name}_low" in names and f"{name}_high" in names}
     body = []
     for name in (n for n in names if n not in bounds):
         cells = []
@@ -306,10 +304,7 @@ def curves(runs: Sequence[Run]) -> dict[str, list[figures.Panel]]:
 
 
 def _drawn(panels: Sequence[figures.Panel]) -> list[dict[str, Any]]:
-    return [
-        {"title": panel.title, "svg": markupsafe.Markup(figures.svg(panel)), "caption": figures.caption(panel)}
-        for panel in panels
-    ]
+    return [{"title": panel.title, "svg": markupsafe.Markup(figures.svg(panel)), "caption": figures.caption(panel)} for panel in panels]
 
 
 # --- the page --------------------------------------------------------------------------------------------------------

@@ -99,9 +99,7 @@ def trajectory_record(
     }
 
 
-def write_trajectories(
-    directory: str | os.PathLike[str], stage: str, step: int, records: Iterable[Mapping[str, Any]]
-) -> pathlib.Path:
+def write_trajectories(directory: str | os.PathLike[str], stage: str, step: int, records: Iterable[Mapping[str, Any]]) -> pathlib.Path:
     """Write the rollouts of one step under the run's `directory` and return the path. The file is complete or absent; a file
     of the same step (of an attempt that was killed) is replaced. Rollouts of one problem should stand together."""
     path = pathlib.Path(directory) / DIRECTORY / stage / f"step_{step:06d}.jsonl"

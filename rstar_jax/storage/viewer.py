@@ -125,9 +125,7 @@ def embed(workdir: str | os.PathLike[str], stages: Sequence[str], *, max_bytes: 
     clipped_rollouts, recorded = sum(step.clipped for step in read.values()), sum(len(paths) for paths in files.values())
     notes = []
     if len(read) < recorded:
-        notes.append(
-            f"The viewer holds {len(read)} of {recorded} recorded steps: the first, the middle and the last of each stage."
-        )
+        notes.append(f"The viewer holds {len(read)} of {recorded} recorded steps: the first, the middle and the last of each stage.")
     if shown < total:
         notes.append(
             f"Of the {total} rollouts of these steps it holds {shown}: the first problems of each step "

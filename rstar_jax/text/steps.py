@@ -211,9 +211,7 @@ def instances(
     if steps.preamble:
         question = f"{question}\n\n{steps.preamble}"
     rendered = [render_step(number, step) for number, step in enumerate(steps.steps, 1)]
-    shown = [
-        f"{text}\n{step.observation}" if step.observation else text for text, step in zip(rendered, steps.steps, strict=True)
-    ]
+    shown = [f"{text}\n{step.observation}" if step.observation else text for text, step in zip(rendered, steps.steps, strict=True)]
     result = []
     for index in range(first_target, last_target + 1):
         first = 0 if window is None else max(0, index - 1 - window)

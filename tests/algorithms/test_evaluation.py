@@ -147,8 +147,7 @@ def test_an_evaluation_of_nothing_counts_nothing_and_knows_nothing():
     assert (table["problems"], table["trajectories"], table["unknown"]) == (0, 0, 0)
     assert math.isnan(table["accuracy"]) and (table["accuracy_low"], table["accuracy_high"]) == (0.0, 1.0)
     assert all(
-        math.isnan(table[k])
-        for k in ("reward", "response_length", "turns", "tool_calls", "tool_error_rate", "tool_error_share")
+        math.isnan(table[k]) for k in ("reward", "response_length", "turns", "tool_calls", "tool_error_rate", "tool_error_share")
     )
 
 

@@ -150,9 +150,7 @@ class HandComputedTest(chex.TestCase):
         everywhere, sequences = np.ones((1, 4), bool), np.array([[1, 1, 0, 0]])
         logp = np.zeros((1, 4), np.float32)
         for aggregation, count in (("token_mean", 2), ("sequence_mean", 1)):
-            run = self.variant(
-                lambda s, a=aggregation: loss_of(logp, logp, np.ones((1, 4)), everywhere, aggregation=a, sequences_bt=s)
-            )
+            run = self.variant(lambda s, a=aggregation: loss_of(logp, logp, np.ones((1, 4)), everywhere, aggregation=a, sequences_bt=s))
             assert int(run(sequences).counts["loss"]) == count
 
     @chex.variants(with_jit=True, without_jit=True)
@@ -292,9 +290,7 @@ def take(case, index):
 
 def sums_of_case(case, aggregation: str, packed: bool) -> Sums:
     sequences = case["sequences"] if packed else None
-    return loss_of(
-        case["logp"], case["old"], case["advantage"], case["trainable"], aggregation=aggregation, sequences_bt=sequences
-    )
+    return loss_of(case["logp"], case["old"], case["advantage"], case["trainable"], aggregation=aggregation, sequences_bt=sequences)
 
 
 _sums = jax.jit(sums_of_case, static_argnums=(1, 2))

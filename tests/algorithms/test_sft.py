@@ -29,9 +29,7 @@ class SftTest(chex.TestCase):
     def test_a_packed_row_counts_its_sequences(self):
         logp, trainable = np.array([[-1.0, -3.0, -5.0, NAN]], np.float32), np.array([[True, True, True, False]])
         sequences = np.array([[1, 1, 2, 0]])
-        sums = self.variant(lambda l, m, s: sft_loss(l, m, aggregation="sequence_mean", sequences_bt=s))(
-            logp, trainable, sequences
-        )
+        sums = self.variant(lambda l, m, s: sft_loss(l, m, aggregation="sequence_mean", sequences_bt=s))(logp, trainable, sequences)
         assert (float(sums.values["loss"]), int(sums.counts["loss"])) == (7.0, 2)
 
     @chex.variants(with_jit=True, without_jit=True)

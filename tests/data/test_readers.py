@@ -213,9 +213,7 @@ def test_a_line_separator_inside_a_string_does_not_end_the_row(tmp_path):
 def test_items_with_the_same_text_or_the_same_id_stay_distinct(tmp_path):
     """verl#3238: items grouped by their text were merged."""
     same = {"problem": "p", "answer": "1"}
-    path = write(
-        tmp_path / "a.jsonl", same, same, same | {"id": "x"}, same | {"id": "x"}, same | {"id": "a:4"}, same | {"id": "a:6"}
-    )
+    path = write(tmp_path / "a.jsonl", same, same, same | {"id": "x"}, same | {"id": "x"}, same | {"id": "a:4"}, same | {"id": "a:6"})
     ids = [problem.id for problem in read_problems(path).problems]
     assert ids == ["a:1", "a:2", "x", "a:4", "a:5", "a:6"]
 

@@ -48,9 +48,7 @@ def record(trajectory: Trajectory, stage: str = "rl", step: int = 1, reward: flo
     )  # fmt: skip
 
 
-def make_run(
-    directory: pathlib.Path, name: str = "toy run", *, seed: int = 0, accuracies: Sequence[float] = (0.4, 0.8)
-) -> None:
+def make_run(directory: pathlib.Path, name: str = "toy run", *, seed: int = 0, accuracies: Sequence[float] = (0.4, 0.8)) -> None:
     """Stages sft (4 steps) and rl (6 steps), sampled accuracy after each (+-0.05), rollouts of steps 1, 3 and 6 of rl."""
     config = RunConfig(name, (StageConfig("sft", "sft", 4), StageConfig("rl", "rl", 6)), seed=seed)
     directory.mkdir(parents=True, exist_ok=True)
@@ -68,9 +66,7 @@ def make_run(
             writer.write(stage.name, index, stage.steps, step_of_run, "evaluation", evaluation, {"seconds": 2.0})
             writer.write(stage.name, index, stage.steps, step_of_run, "stage_end", {}, {"seconds": 9.0})
     for step in (1, 3, 6):
-        records = [
-            record(rollout(sample, problem_id=f"p:{p}"), step=step, reward=float(sample)) for p in (1, 2) for sample in (0, 1)
-        ]
+        records = [record(rollout(sample, problem_id=f"p:{p}"), step=step, reward=float(sample)) for p in (1, 2) for sample in (0, 1)]
         write_trajectories(directory, "rl", step, records)
 
 

@@ -50,9 +50,7 @@ def test_figures_of_one_page_share_no_ids():
 
 def test_the_caption_tells_what_was_averaged_and_what_is_missing():
     assert caption(Panel("Reward", (line(5),))) == ""
-    assert caption(Panel("Reward", (line(2 * MAX_POINTS),))).startswith(
-        "Each point is the mean of 2 steps; thick line: mean of"
-    )
+    assert caption(Panel("Reward", (line(2 * MAX_POINTS),))).startswith("Each point is the mean of 2 steps; thick line: mean of")
     broken = Series("a", np.arange(3.0), np.asarray([1.0, np.inf, np.nan]))
     assert caption(Panel("Reward", (broken,))) == "2 values were not finite and are not drawn"
     assert svg(Panel("Reward", (broken,))).startswith("<svg")

@@ -138,9 +138,7 @@ def test_metrics_of_unknown_names_are_drawn_too(run_directory):
 
 
 def test_the_table_shows_intervals_beside_their_value():
-    table = evaluation_table(
-        [("after sft", {"sampled/accuracy": 0.4, "sampled/accuracy_low": 0.35, "sampled/accuracy_high": 0.45})]
-    )
+    table = evaluation_table([("after sft", {"sampled/accuracy": 0.4, "sampled/accuracy_low": 0.35, "sampled/accuracy_high": 0.45})])
     assert table == {"head": ["after sft"], "body": [("Accuracy, sampled", [("40.0 %", "[35.0 %, 45.0 %]")])]}
 
 
@@ -152,9 +150,7 @@ def test_the_table_keeps_a_metric_whose_name_merely_ends_in_low():
 def test_text_of_trajectories_never_becomes_markup(tmp_path, new_run, new_rollout, new_record):
     attack = "</script><script>alert(1)</script><img src=x onerror=alert(1)>{{ 7*7 }}"
     new_run(tmp_path / "run")
-    write_trajectories(
-        tmp_path / "run", "rl", 6, [new_record(new_rollout(question=attack, shown=attack, problem_id=attack), step=6)]
-    )
+    write_trajectories(tmp_path / "run", "rl", 6, [new_record(new_rollout(question=attack, shown=attack, problem_id=attack), step=6)])
     page = build_report(tmp_path / "run")
     assert len([tag for tag, _ in Page(page).tags if tag == "script"]) == 2
     assert "<img" not in page

@@ -108,9 +108,7 @@ def test_rstar2_demonstrations_parse_back_to_the_call_that_was_written():
 def test_compact_turns_as_text():
     assert text(COMPACT.prompt("Q", TOOLS)) == "<|im_start|>Q<|im_end|><|im_start|>"
     assert text([*COMPACT.reason("r"), *COMPACT.call_text("print(1)")]) == "<reason>r</reason><tool_call>print(1)</tool_call>"
-    assert text(COMPACT.tool_turn(["1", "2"])) == (
-        "<tool_response>1</tool_response><tool_response>2</tool_response><|im_start|>"
-    )
+    assert text(COMPACT.tool_turn(["1", "2"])) == ("<tool_response>1</tool_response><tool_response>2</tool_response><|im_start|>")
     assert text(COMPACT.final_answer("42")) == r"<answer>\boxed{42}</answer>"
     (call,) = COMPACT.parse_calls("<reason>r</reason><tool_call>print(1)</tool_call><|im_end|>", ["python"])
     assert (call.name, call.arguments, call.error) == ("python", {"code": "print(1)"}, None)

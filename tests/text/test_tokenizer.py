@@ -96,9 +96,7 @@ def test_decode_keeps_special_tokens_and_spaces(toy):
 
 def test_a_trained_vocabulary_has_the_asked_size_whether_texts_are_rich_or_poor():
     assert train_tokenizer(["ab"], 300).vocab_size == 300
-    assert (
-        train_tokenizer([f"word{chr(97 + i)}{chr(97 + j)} " * 3 for i in range(20) for j in range(20)], 300).vocab_size == 300
-    )
+    assert train_tokenizer([f"word{chr(97 + i)}{chr(97 + j)} " * 3 for i in range(20) for j in range(20)], 300).vocab_size == 300
 
 
 def test_training_is_deterministic_across_processes(toy):

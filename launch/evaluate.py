@@ -1,0 +1,92 @@
+"""Evaluate a trained agent: `python -m launch.evaluate --workdir=DIR --dataset=PATH.jsonl|.parquet|NAME [--data_dir=DIR]`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+
+from absl import flags
+
+from launch import cli
+from rstar_jax.types import UserError
+
+WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a trained run.")
+DATASET = flags.DEFINE_string("dataset", None, "A .jsonl or .parquet file, or a name to be found in --data_dir.")
+DATA_DIR = flags.DEFINE_string("data_dir", None, "Where named datasets are.")
+LIMIT = flags.DEFINE_integer("limit", None, "Take the first so many problems.", lower_bound=1)
+TOOLS = flags.DEFINE_enum("tools", "python", ["python", "none"], "Tools that the agent may call.")
+SAMPLES = flags.DEFINE_integer("samples", 16, "Rollouts per problem.", lower_bound=1)
+TEMPERATURE = flags.DEFINE_float("temperature", 0.6, "Sampling temperature; 0 is greedy.", lower_bound=0.0)
+MAX_TURNS = flags.DEFINE_integer("max_turns", 30, "Assistant turns per rollout.", lower_bound=1)
+MAX_RESPONSE_TOKENS = flags.DEFINE_integer("max_response_tokens", None, "Tokens after the prompt; default: the run's.", lower_bound=1)
+MAX_PROMPT_TOKENS = flags.DEFINE_integer("max_prompt_tokens", None, "Leave out, and count, longer prompts.", lower_bound=1)
+SLOTS = flags.DEFINE_integer("slots", 64, "Rollouts at a time.", lower_bound=1)
+SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
+OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results; default: evaluations/NAME.json in the run's directory.")
+
+SHOWN_SKIPPED = 5
+
+
+def main(argv: Sequence[str]) -> None:
+    """Validate, evaluate, print the table."""
+    del argv
+    if not WORKDIR.value:
+        raise UserError("--workdir is missing: give the directory of a trained run")
+    if not DATASET.value:
+        raise UserError("--dataset is missing: give a .jsonl or .parquet file, or a name in --data_dir")
+    from rstar_jax.data.readers import find_dataset, read_problems
+
+    path = find_dataset(DATASET.value, DATA_DIR.value)
+    rows = read_problems(path, limit=LIMIT.value)
+    for row in rows.skipped[:SHOWN_SKIPPED]:
+        print(f"skipped line {row.line}: {row.reason}")
+    if len(rows.skipped) > SHOWN_SKIPPED:
+        print(f"skipped {len(rows.skipped) - SHOWN_SKIPPED} more rows")
+    from rstar_jax.algorithms.evaluation import summarize
+    from rstar_jax.recipes import inference, run
+    from rstar_jax.recipes.progress import Progress
+    from rstar_jax.storage.metrics import json_line, write_atomically
+
+    run.configure_jax()
+    workdir = pathlib.Path(WORKDIR.value)
+    trained = inference.load_trained(workdir)
+    result = asyncio.run(
+        inference.evaluate_dataset(
+            trained,
+            rows,
+            samples=SAMPLES.value,
+            temperature=TEMPERATURE.value,
+            max_turns=MAX_TURNS.value,
+            max_response_tokens=MAX_RESPONSE_TOKENS.value or trained.stage.max_response_tokens,
+            max_prompt_tokens=MAX_PROMPT_TOKENS.value,
+            use_tools=TOOLS.value == "python",
+            slots=SLOTS.value,
+            seed=SEED.value,
+            progress=Progress(),
+        )
+    )
+    summary = summarize(result.groups)
+    summary |= {"skipped_rows": float(len(rows.skipped)), "too_long": float(result.too_long)}
+    print(table(path.name, summary, SAMPLES.value))
+    output = pathlib.Path(OUTPUT.value) if OUTPUT.value else workdir / "evaluations" / f"{path.stem}.json"
+    settings = {flag: flags.FLAGS[flag].value for flag in ("samples", "temperature", "max_turns", "tools", "seed", "limit")}
+    content = {"dataset": path.name, "global_step": trained.position.global_step, "settings": settings, "metrics": summary}
+    write_atomically(output, [json.dumps(json.loads(json_line(content)), indent=1).encode()])
+    print(f"results: {output}")
+
+
+def table(name: str, summary: Mapping[str, float], samples: int) -> str:
+    """The numbers of an evaluation, one a line."""
+    lines = [f"{name}: {summary['problems']:.0f} problems x {samples} samples"]
+    interval = f"[{summary['accuracy_low']:.4f}, {summary['accuracy_high']:.4f}]"
+    lines.append(f"{'avg@' + str(samples):<32}{summary['accuracy']:>10.4f}  95 % {interval}")
+    shown = [key for key in summary if key.startswith("pass@") and not key.endswith("_problems")]
+    shown += ["response_length", "turns", "tool_calls", "tool_error_rate", "tool_error_share", "unknown"]
+    shown += [key for key in summary if key.startswith("finish/")] + ["skipped_rows", "too_long"]
+    return "\n".join(lines + [f"{key:<32}{summary[key]:>10.4f}" for key in shown])
+
+
+if __name__ == "__main__":
+    cli.run(main)

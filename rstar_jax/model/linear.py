@@ -1,0 +1,40 @@
+"""The one place that knows how a weight is laid out.
+
+Shape legend: B batch, T length, D model width, F output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+Initializer = Callable[..., jax.Array]
+
+
+def scaled_normal() -> Initializer:
+    """Normal with standard deviation 1/sqrt(fan_in) (LeCun), fan_in = the kernel's first axis."""
+    return nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+
+
+class Linear(nn.Module):
+    """y = x W + b with W stored [in, out]; `axes` are the logical names of W's two axes."""
+
+    features: int
+    axes: tuple[str, str]
+    use_bias: bool = False
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        shape = (x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.with_partitioning(scaled_normal(), self.axes), shape, jnp.dtype(self.param_dtype))
+        y = x @ kernel.astype(self.dtype)
+        if self.use_bias:
+            zeros = nn.with_partitioning(nn.initializers.zeros_init(), self.axes[1:])
+            bias = self.param("bias", zeros, (self.features,), jnp.dtype(self.param_dtype))
+            y = y + bias.astype(self.dtype)
+        return y

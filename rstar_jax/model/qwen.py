@@ -1,0 +1,216 @@
+"""The Qwen-style decoder: one forward for training, scoring, prefill and decode.
+
+Parameters are described once, by the linen modules below (shapes, initialisers, logical axes). The stack of layers is a pure
+function: in training it scans over stacked parameters; with a cache it walks a tuple of per-layer parameters.
+
+Shape legend: B rows, T tokens, D model width, H query heads, K key/value heads, C cached positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rstar_jax.config import ModelConfig
+from rstar_jax.model import kv_cache
+from rstar_jax.model.attention import cached_mask, causal_mask, dense_attention, rope
+from rstar_jax.model.linear import Linear
+from rstar_jax.model.sharding import constrain
+
+Params = Mapping[str, Any]
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32."""
+
+    epsilon: float
+    param_dtype: str
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        ones = nn.with_partitioning(nn.initializers.ones_init(), ("norm",))
+        scale = self.param("scale", ones, (x.shape[-1],), jnp.dtype(self.param_dtype))
+        x32 = x.astype(jnp.float32)
+        x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.epsilon)
+        return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and SwiGLU. Returns the new hidden state and the layer's (k, v) cache, None without one."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x_btd: jax.Array,
+        positions_bt: jax.Array,
+        mask_btc: jax.Array,
+        valid_bt: jax.Array,
+        layer_cache: tuple[jax.Array, jax.Array] | None,
+        slots_b: jax.Array | None,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        c = self.config
+        batch, length, _ = x_btd.shape
+        kinds = {"dtype": c.dtype, "param_dtype": c.param_dtype}
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(c.norm_eps, c.param_dtype, name=name)
+
+        h_btd = norm("attention_norm")(x_btd)
+        q = Linear(c.num_heads * c.head_dim, ("embed", "heads"), c.qkv_bias, **kinds, name="q")(h_btd)
+        k = Linear(c.num_kv_heads * c.head_dim, ("embed", "kv_heads"), c.qkv_bias, **kinds, name="k")(h_btd)
+        v = Linear(c.num_kv_heads * c.head_dim, ("embed", "kv_heads"), c.qkv_bias, **kinds, name="v")(h_btd)
+        q_bthd = q.reshape(batch, length, c.num_heads, c.head_dim)
+        k_btkd = k.reshape(batch, length, c.num_kv_heads, c.head_dim)
+        v_btkd = v.reshape(batch, length, c.num_kv_heads, c.head_dim)
+        if c.qk_norm:  # before the rotation, as Qwen3 does
+            q_bthd, k_btkd = norm("q_norm")(q_bthd), norm("k_norm")(k_btkd)
+        q_bthd, k_btkd = rope(q_bthd, positions_bt, c.rope_theta), rope(k_btkd, positions_bt, c.rope_theta)
+
+        if layer_cache is None:
+            k_bkcd, v_bkcd = k_btkd.transpose(0, 2, 1, 3), v_btkd.transpose(0, 2, 1, 3)
+        else:
+            all_slots = jnp.arange(batch) if slots_b is None else slots_b
+            cache_k = kv_cache.write(layer_cache[0], k_btkd, all_slots, positions_bt, valid_bt)
+            cache_v = kv_cache.write(layer_cache[1], v_btkd, all_slots, positions_bt, valid_bt)
+            layer_cache = (cache_k, cache_v)
+            k_bkcd, v_bkcd = layer_cache if slots_b is None else (cache_k[slots_b], cache_v[slots_b])
+        attended = dense_attention(q_bthd, k_bkcd, v_bkcd, mask_btc).reshape(batch, length, -1)
+        x_btd = x_btd + Linear(c.d_model, ("heads", "embed"), **kinds, name="o")(attended)
+
+        h_btd = norm("mlp_norm")(x_btd)
+        gate = Linear(c.d_ff, ("embed", "mlp"), **kinds, name="gate")(h_btd)
+        up = Linear(c.d_ff, ("embed", "mlp"), **kinds, name="up")(h_btd)
+        x_btd = x_btd + Linear(c.d_model, ("mlp", "embed"), **kinds, name="down")(jax.nn.silu(gate) * up)
+        return x_btd, layer_cache
+
+
+class Ends(nn.Module):
+    """The parameters at both ends of the stack: token embeddings, final norm, and the head when it is not tied."""
+
+    config: ModelConfig
+
+    def setup(self) -> None:
+        c = self.config
+        normal = nn.with_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
+        self.embedding = self.param("embedding", normal, (c.vocab_size, c.d_model), jnp.dtype(c.param_dtype))
+        self.final_norm = RMSNorm(c.norm_eps, c.param_dtype)
+        if not c.tie_embeddings:
+            self.head = self.param("head", normal, (c.vocab_size, c.d_model), jnp.dtype(c.param_dtype))
+
+    def __call__(self, tokens_bt: jax.Array) -> jax.Array:
+        return self.logits(self.normalize(self.embed(tokens_bt)))
+
+    def embed(self, tokens_bt: jax.Array) -> jax.Array:
+        return self.embedding[tokens_bt].astype(self.config.dtype)
+
+    def normalize(self, x_btd: jax.Array) -> jax.Array:
+        return self.final_norm(x_btd)
+
+    def logits(self, hidden_nd: jax.Array) -> jax.Array:
+        """Float32 logits over the vocabulary for any leading shape."""
+        table = self.embedding if self.config.tie_embeddings else self.head
+        return jnp.einsum("...d,vd->...v", hidden_nd, table.astype(hidden_nd.dtype), preferred_element_type=jnp.float32)
+
+
+def _init_boxed(config: ModelConfig, key: jax.Array) -> Any:
+    x = jnp.zeros((1, 1, config.d_model), config.dtype)
+    index = jnp.zeros((1, 1), jnp.int32)
+
+    def block(layer_key: jax.Array) -> Any:
+        return Block(config).init(layer_key, x, index, jnp.ones((1, 1, 1), bool), index == 0, None, None)["params"]
+
+    ends = Ends(config).init(jax.random.fold_in(key, 0), index)["params"]
+    layer_keys = jax.random.split(jax.random.fold_in(key, 1), config.num_layers)
+    return {"ends": ends, "layers": jax.vmap(block)(layer_keys)}
+
+
+def init(config: ModelConfig, key: jax.Array) -> Params:
+    """Fresh parameters: `ends` (embedding, final norm, head) and `layers`, stacked along a leading layer axis."""
+    return nn.unbox(_init_boxed(config, key))
+
+
+def abstract_params(config: ModelConfig) -> Params:
+    """Shapes and dtypes of `init`'s result, without allocating it."""
+    return jax.eval_shape(lambda: init(config, jax.random.key(0)))
+
+
+def param_axes(config: ModelConfig) -> Params:
+    """The logical axis names of every parameter, as tuples in the tree of `init`'s result."""
+    boxed = jax.eval_shape(lambda: _init_boxed(config, jax.random.key(0)))
+
+    def names(leaf: nn.Partitioned) -> tuple[str | None, ...]:
+        missing = leaf.value.ndim - len(leaf.names)  # the layer axis, which vmap put in front
+        return ("layers",) * missing + tuple(leaf.names)
+
+    return jax.tree.map(names, boxed, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+
+
+def unstack_layers(params: Params) -> Params:
+    """The rollout form of parameters: `layers` as a tuple of per-layer trees instead of stacked arrays."""
+    count = jax.tree.leaves(params["layers"])[0].shape[0]
+    layers = tuple(jax.tree.map(lambda p, i=i: p[i], params["layers"]) for i in range(count))
+    return {"ends": params["ends"], "layers": layers}
+
+
+_REMAT = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens_bt: jax.Array,
+    positions_bt: jax.Array,
+    segments_bt: jax.Array,
+    cache: kv_cache.Cache | None = None,
+    slots_b: jax.Array | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, kv_cache.Cache | None]:
+    """Hidden states [B, T, D] after the final norm, and the updated cache.
+
+    Without a cache: causal attention within segments (0 is padding). With a cache: row b continues slot `slots_b[b]` (None:
+    row b is slot b); its tokens are written at `positions_bt` where `segments_bt` > 0, and attend to positions 0..p of the
+    slot. `params["layers"]` may be stacked (scanned) or a tuple of layers (walked); a cache needs the latter.
+    """
+    block = Block(config)
+    valid_bt = segments_bt > 0
+    mask_btc = causal_mask(segments_bt) if cache is None else cached_mask(positions_bt, cache[0][0].shape[2])
+    x_btd = Ends(config).apply({"params": params["ends"]}, tokens_bt, method="embed")
+    x_btd = constrain(x_btd, mesh, ("batch", None, None))
+
+    def apply(layer: Any, x: jax.Array, layer_cache: Any) -> Any:
+        x, layer_cache = block.apply({"params": layer}, x, positions_bt, mask_btc, valid_bt, layer_cache, slots_b)
+        return constrain(x, mesh, ("batch", None, None)), layer_cache
+
+    layers = params["layers"]
+    if isinstance(layers, tuple):
+        caches = []
+        for i, layer in enumerate(layers):
+            x_btd, layer_cache = apply(layer, x_btd, None if cache is None else cache[i])
+            caches.append(layer_cache)
+        cache = None if cache is None else tuple(caches)
+    elif cache is not None:
+        raise ValueError("a cache needs parameters in rollout form: unstack_layers(params)")
+    else:
+
+        def step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+            return apply(layer, x, None)[0], None
+
+        if config.remat != "none":
+            step = jax.checkpoint(step, policy=_REMAT[config.remat], prevent_cse=False)
+        x_btd, _ = jax.lax.scan(step, x_btd, layers)
+    return Ends(config).apply({"params": params["ends"]}, x_btd, method="normalize"), cache
+
+
+def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
+    """Float32 logits [..., V] of hidden states [..., D]."""
+    return Ends(config).apply({"params": params["ends"]}, hidden, method="logits")

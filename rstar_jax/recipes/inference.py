@@ -1,0 +1,137 @@
+"""A trained agent for use: evaluation on a dataset, chat. Reads a run's directory and changes nothing in it but its results."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from rstar_jax.config import RunConfig, StageConfig
+from rstar_jax.data.readers import ReadResult
+from rstar_jax.model import qwen
+from rstar_jax.model.sharding import make_mesh
+from rstar_jax.recipes.evaluate import evaluate, widest_budget
+from rstar_jax.recipes.progress import Progress
+from rstar_jax.recipes.run import make_tokenizer, open_tools, read_config
+from rstar_jax.rollout.agent import Agent, Budget
+from rstar_jax.rollout.engine import SlotEngine, rollout_params
+from rstar_jax.storage.checkpoint import Checkpoints, Position
+from rstar_jax.text.chat import ChatFormat, chat_format
+from rstar_jax.text.tokenizer import FastTokenizer
+from rstar_jax.types import Group, Problem, Reward, Tool, UserError
+
+SMALLEST_BUCKET = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """The newest checkpoint of a run, loaded."""
+
+    config: RunConfig
+    position: Position
+    params: Any
+    chat: ChatFormat
+    tokenizer: FastTokenizer
+
+    @property
+    def stage(self) -> StageConfig:
+        """The stage whose budgets are the run's widest."""
+        return widest_budget(self.config.stages)
+
+
+def load_trained(workdir: pathlib.Path) -> Trained:
+    """Raises `UserError` when there is no run, or no checkpoint yet."""
+    config = read_config(workdir)
+    directory = workdir / "checkpoints"
+    if not directory.is_dir():
+        raise UserError(f"{workdir} has no checkpoint yet; train it first")
+    with Checkpoints(directory, config.training.keep_checkpoints) as checkpoints:
+        position = checkpoints.latest()
+        if position is None:
+            raise UserError(f"{workdir} has no complete checkpoint yet; train it for longer")
+        params = checkpoints.restore(position, "params", qwen.abstract_params(config.model))
+    chat = chat_format(config.text)
+    return Trained(config, position, params, chat, make_tokenizer(config, chat, workdir))
+
+
+@contextlib.asynccontextmanager
+async def open_agent(
+    trained: Trained, budget: Budget, *, slots: int, longest_prompt: int, use_tools: bool, progress: Progress
+) -> AsyncIterator[tuple[Agent, Reward]]:
+    """A running agent with slots for prompts of up to `longest_prompt` tokens and the budget's responses."""
+    config = trained.config
+    buckets = [SMALLEST_BUCKET]
+    while buckets[-1] < longest_prompt:
+        buckets.append(buckets[-1] * 2)
+    rollout = dataclasses.replace(
+        config.rollout, slots=slots, prompt_buckets=tuple(buckets), max_prompt_tokens=longest_prompt, prefill_rows=min(4, slots)
+    )
+    mesh = make_mesh(config.mesh)
+    with concurrent.futures.ThreadPoolExecutor(1, "device") as device:
+        async with open_tools(config, progress) as (tools, reward):
+            shown: Mapping[str, Tool] = tools if use_tools else {}
+            capacity = longest_prompt + budget.max_response_tokens
+            engine = SlotEngine(config.model, rollout, capacity=capacity, stop_ids=trained.tokenizer.stop_ids, device=device, mesh=mesh)
+            version = trained.position.global_step
+            device.submit(lambda: engine.load(rollout_params(trained.params, config.model, mesh), version)).result()
+            async with engine:
+                yield Agent(engine, shown, trained.chat, trained.tokenizer, budget), reward
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetEvaluation:
+    """Groups of the problems that were tried, and how many were left out because their prompts were too long."""
+
+    groups: list[Group]
+    too_long: int
+
+
+async def evaluate_dataset(
+    trained: Trained,
+    rows: ReadResult,
+    *,
+    samples: int,
+    temperature: float,
+    max_turns: int,
+    max_response_tokens: int,
+    max_prompt_tokens: int | None,
+    use_tools: bool,
+    slots: int,
+    seed: int,
+    progress: Progress,
+) -> DatasetEvaluation:
+    """Evaluate on the problems that were read. Slots are sized for the longest prompt; `max_prompt_tokens` leaves longer ones
+    out, and counts them. Raises `UserError` when none is left."""
+    stage = trained.stage
+    budget = Budget(2**31 - 1, max_response_tokens, max_turns, stage.max_tool_output_tokens, stage.max_parallel_calls)
+    lengths = [len(prompt_ids(trained, problem)) for problem in rows.problems]
+    limit = max_prompt_tokens or max(lengths)
+    problems = [problem for problem, length in zip(rows.problems, lengths, strict=True) if length <= limit]
+    if not problems:
+        raise UserError(f"every prompt is longer than --max_prompt_tokens={limit} (the shortest has {min(lengths)} tokens)")
+    longest = max(length for length in lengths if length <= limit)
+    slots = min(slots, len(problems) * samples)
+    progress.start("evaluate", len(problems) * samples)
+    right = done = 0
+
+    async with open_agent(trained, budget, slots=slots, longest_prompt=longest, use_tools=use_tools, progress=progress) as (
+        agent,
+        reward,
+    ):
+
+        def on_done(trajectory: object, verdict: Any) -> None:
+            nonlocal right, done
+            right, done = right + (verdict.value == 1), done + 1
+            progress.step({"accuracy": right / done})
+
+        groups = await evaluate(agent, problems, reward, samples=samples, temperature=temperature, seed=seed, on_done=on_done)
+    progress.stop()
+    return DatasetEvaluation(groups, len(rows.problems) - len(problems))
+
+
+def prompt_ids(trained: Trained, problem: Problem, schemas: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    """Ids of a problem's prompt in the run's chat format."""
+    return trained.tokenizer.encode(trained.chat.prompt(problem.question, schemas))

@@ -1,0 +1,238 @@
+"""Reinforcement learning on groups of rollouts: GRPO with RoC on outcomes (rStar2-Agent, section 2.2), and, with expert steps
+as problems and similarity as the reward, SRL (SRL, section 4).
+
+    for each step: sync -> collect -> filter (-> refill) -> resample -> advantages -> batch -> update -> log -> save
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rstar_jax.algorithms import evaluation, roc
+from rstar_jax.algorithms.advantages import group_advantages
+from rstar_jax.algorithms.filters import apply_filters, uniform_reward
+from rstar_jax.algorithms.srl import keep_group
+from rstar_jax.config import RunConfig, StageConfig
+from rstar_jax.data import dialogues, synthetic
+from rstar_jax.data.sources import problem_source
+from rstar_jax.recipes.run import Run, Stopwatch, tool_schemas
+from rstar_jax.rewards.similarity import step_reward
+from rstar_jax.rollout.collect import collect
+from rstar_jax.storage.trajectories import trajectory_record, write_trajectories
+from rstar_jax.tools.python_tool import NAME
+from rstar_jax.training.batching import Row, microbatches, trajectory_row
+from rstar_jax.training.optimizer import learning_rate
+from rstar_jax.training.state import TrainState
+from rstar_jax.training.update import Update
+from rstar_jax.types import Finish, Group, Problem, PromptSource, Reward, Sampling, Trajectory, Verdict
+
+RECORDED_GROUPS = 4  # groups of a step that are written to disk, readable
+RECORD_EVERY = 10  # steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """A group with what selection made of it: kept indices (rollout order), advantages aligned with them, penalties of all."""
+
+    group: Group
+    kept: np.ndarray
+    advantages: np.ndarray
+    penalties: tuple[tuple[float, float], ...]
+
+
+def choose(group: Group, stage: StageConfig, rng: np.random.Generator) -> Chosen:
+    """Select `keep` of a group's rollouts, and only then compute advantages, over what was kept (rStar2-Agent, Eq. 7).
+
+    Rollouts with an unknown verdict leave first: they are neither selected nor counted.
+    """
+    rewards = group.rewards()
+    penalties = tuple(
+        roc.penalties(t.calls, sum(turn.text.count("<answer>") for turn in t.turns), len(t.turns)) for t in group.trajectories
+    )
+    known = np.flatnonzero(~np.isnan(rewards))
+    total = np.asarray([sum(p) for p in penalties])
+    picked = roc.resample_on_correct(rewards[known], total[known], stage.keep, rng, stage.selection)
+    kept = known[picked]
+    return Chosen(group, kept, group_advantages(rewards[kept], normalize_std=stage.normalize_std), penalties)
+
+
+class StepSimilarity:
+    """SRL's reward: similarity of the sampled action to the expert's, -1 for a broken format (SRL, section 4.2)."""
+
+    def __init__(self, run: Run, stage: StageConfig):
+        self._run, self._stage = run, stage
+
+    async def __call__(self, problem: Problem, trajectory: Trajectory) -> Verdict:
+        turn = trajectory.turns[-1]
+        return step_reward(
+            turn.text.removesuffix(self._run.chat.end_of_turn),
+            problem.expert,
+            unit=self._stage.similarity_unit,
+            encode=lambda text: self._run.tokenizer.encode([text]),
+            think_tags=self._run.chat.reasoning_tags,
+            truncated=turn.finish is Finish.LENGTH,
+        )
+
+
+def expert_steps(config: RunConfig, run: Run, stage: StageConfig) -> list[Problem]:
+    """SRL's instances: every target step of every expert solution."""
+    experts = (synthetic.expert(config.seed + config.data.seed, i) for i in range(config.data.experts))
+    schemas = tool_schemas(run.chat)
+    return [p for e in experts for p in dialogues.step_problems(e, run.chat, schemas, NAME, stage.target_steps)]
+
+
+async def gather(
+    run: Run, stage: StageConfig, source: PromptSource, reward: Reward, consumed: int, *, use_tools: bool
+) -> tuple[list[Group], list[Group], int, dict[str, int]]:
+    """All groups of a step, the live ones among them, the new data position, and how many were dropped by each filter.
+
+    `refill=none` takes the groups as they come; `bounded` samples further prompts until `prompts_per_step` groups are live or
+    `refill_rounds` rounds were taken, whichever is first.
+    """
+    agent = run.agent(stage, use_tools=use_tools)
+    sampling = Sampling(stage.temperature)
+    if stage.kind == "srl":
+        filters = {"low_std": lambda group: not keep_group(group.rewards(), stage.filter_std)}
+    else:
+        filters = {"uniform_reward": uniform_reward}
+    everything: list[Group] = []
+    live: list[Group] = []
+    dropped = dict.fromkeys(filters, 0)
+    for _ in range(1 if stage.refill == "none" else stage.refill_rounds):
+        wanted = stage.prompts_per_step if stage.refill == "none" else stage.prompts_per_step - len(live)
+        indices = list(range(consumed, consumed + wanted))
+        consumed += wanted
+        groups = await collect(
+            [source[i] for i in indices],
+            indices,
+            agent=agent,
+            reward=reward,
+            samples=stage.group,
+            seed=run.config.seed,
+            step=run.position.global_step,
+            sampling=sampling,
+        )
+        kept, counts = apply_filters(groups, filters)
+        everything += groups
+        live += kept
+        dropped = {name: dropped[name] + counts[name] for name in dropped}
+        if len(live) >= stage.prompts_per_step:
+            break
+    return everything, live, consumed, dropped
+
+
+def update_rows(chosen: Sequence[Chosen], updates: int) -> list[list[Row]]:
+    """The rows of each update of a step: groups are dealt out whole, in order; an update without groups falls away."""
+    parts = [
+        [trajectory_row(c.group.trajectories[i], a) for c in part for i, a in zip(c.kept, c.advantages, strict=True)]
+        for part in (chosen[k::updates] for k in range(updates))
+    ]
+    return [part for part in parts if part]
+
+
+async def rl_stage(run: Run, stage: StageConfig, update: Update, state: TrainState) -> TrainState:
+    """Train from the run's position to the end of the stage; `stage.kind` is `rl` or `srl`."""
+    config, training, index = run.config, run.config.training, run.position.stage
+    srl = stage.kind == "srl"
+    instances = expert_steps(config, run, stage) if srl else None
+    source = problem_source(config.data, config.seed, instances)
+    reward: Reward = StepSimilarity(run, stage) if srl else run.reward
+    rate = learning_rate(stage, training)
+    nominal_rows = -(-stage.prompts_per_step // stage.updates_per_rollout) * stage.keep
+
+    await run.load_engine(state.params)
+    await run.on_device(run.engine.warm_up)
+    run.progress.start(stage.name, stage.steps, run.position.stage_step)
+    for step in range(run.position.stage_step, stage.steps):
+        watch = Stopwatch()
+        with watch("sync"):
+            await run.load_engine(state.params)
+        with watch("rollout"):
+            before = dataclasses.replace(run.engine.counters)
+            async with run.engine:
+                groups, live, consumed, dropped = await gather(run, stage, source, reward, run.position.consumed, use_tools=not srl)
+        chosen = [choose(group, stage, _roc_rng(config.seed, run.position.global_step, i)) for i, group in enumerate(live)]
+        with watch("update"):
+            rows = update_rows(chosen, stage.updates_per_rollout)
+            batches = [
+                microbatches(
+                    part,
+                    buckets=training.buckets,
+                    microbatch_tokens=training.microbatch_tokens,
+                    nominal_rows=nominal_rows,
+                    shards=update.shards,
+                    pad_id=run.tokenizer.pad_id,
+                )
+                for part in rows
+            ]
+            state, means = await run.on_device(update.steps, state, batches, training.old_logprobs == "trainer")
+        updates = int(state.updates)
+        run.advance(index, step + 1, consumed)
+        metrics = step_metrics(groups, live, dropped, stage) | means | {"learning_rate": float(rate(step * stage.updates_per_rollout))}
+        metrics |= {"updates": float(updates)} | _engine_metrics(before, run.engine.counters)
+        run.log("train", metrics, {**watch.seconds, **_throughput(metrics, watch.seconds)})
+        if step % RECORD_EVERY == 0 or step + 1 == stage.steps:
+            record(run, stage, step + 1, groups, chosen)
+        run.progress.step({"reward": metrics["reward"], "tool_errors": metrics["tool_error_share"]})
+        if run.save_due(stage):
+            await run.save(state)
+    run.progress.stop()
+    return state
+
+
+def _roc_rng(seed: int, global_step: int, group: int) -> np.random.Generator:
+    return np.random.default_rng([seed, global_step, group, 7])
+
+
+def step_metrics(groups: Sequence[Group], live: Sequence[Group], dropped: Mapping[str, int], stage: StageConfig) -> dict[str, float]:
+    """What a step's rollouts looked like, over all that were sampled (before selection)."""
+    summary = evaluation.summarize(groups)
+    names = ("reward", "accuracy", "response_length", "turns", "tool_calls", "tool_error_rate", "tool_error_share", "unknown")
+    metrics = {name: summary[name] for name in names}
+    metrics |= {name: value for name, value in summary.items() if name.startswith("finish/")}
+    metrics |= {f"dropped/{name}": float(count) for name, count in dropped.items()}
+    metrics["groups"] = float(len(groups))
+    metrics["live_share"] = len(live) / len(groups)
+    if stage.kind == "srl":
+        rewards = np.concatenate([group.rewards() for group in groups])
+        metrics["format_error_share"] = float(np.mean(rewards == -1))
+    return metrics
+
+
+def _engine_metrics(before: Any, after: Any) -> dict[str, float]:
+    return {
+        f"engine/{field.name}": float(getattr(after, field.name) - getattr(before, field.name))
+        for field in dataclasses.fields(after)
+        if field.name in ("sampled_tokens", "prefilled_tokens", "extended_tokens", "trajectories")
+    }
+
+
+def _throughput(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+    return {"tokens_per_second": metrics["engine/sampled_tokens"] / seconds["rollout_seconds"]}
+
+
+def record(run: Run, stage: StageConfig, step: int, groups: Sequence[Group], chosen: Sequence[Chosen]) -> None:
+    """Write a few whole groups of a step, readable, with what selection made of each rollout."""
+    by_group = {id(c.group): c for c in chosen}
+    records = []
+    for group in groups[:RECORDED_GROUPS]:
+        c = by_group.get(id(group))
+        for j, (trajectory, verdict) in enumerate(zip(group.trajectories, group.verdicts, strict=True)):
+            place = np.flatnonzero(c.kept == j) if c is not None else np.zeros(0, int)
+            records.append(
+                trajectory_record(
+                    trajectory,
+                    verdict,
+                    tokenizer=run.tokenizer,
+                    stage=stage.name,
+                    step=step,
+                    selected=bool(place.size),
+                    advantage=float(c.advantages[place[0]]) if c is not None and place.size else None,
+                    penalties=c.penalties[j] if c is not None else None,
+                )
+            )
+    write_trajectories(run.workdir, stage.name, step, records)

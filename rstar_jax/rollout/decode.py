@@ -1,0 +1,244 @@
+"""The engine's device side: pure functions on one donated state.
+
+A slot holds the tokens of one trajectory. All its tokens but the last are in the cache; the last one (`last_token`) is fed at
+the next decode step, or stands first in the next `extend`. So every sampled token, whichever turn it begins, comes out of
+`decode_chunk`, and a trajectory's numbers do not depend on how its turns were cut.
+
+Shape legend: S slots, C capacity, K key/value heads, D head width, V vocabulary; N or M rows of one call, P padded length,
+n tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rstar_jax.config import ModelConfig
+from rstar_jax.model import kv_cache, qwen
+from rstar_jax.model.sharding import ROLLOUT_RULES, constrain
+from rstar_jax.types import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything that the device remembers of the slots."""
+
+    cache: kv_cache.Cache  # per layer (k, v) [S, K, C, D]
+    length_s: Array  # int32 [S], tokens in the cache
+    last_token_s: Array  # int32 [S], the token at position `length`, not yet in the cache
+    active_s: Array  # bool [S], True while a slot is sampling
+    remaining_s: Array  # int32 [S], tokens that the slot may still sample in this turn
+    key_s: Array  # uint32 [S, 2], the trajectory's random key
+    temperature_s: Array  # float32 [S], 0 for greedy
+
+
+@functools.partial(jax.jit, static_argnames=("config", "slots", "capacity", "mesh"))
+def empty_state(config: ModelConfig, slots: int, capacity: int, mesh: Mesh | None = None) -> DecodeState:
+    """A state whose slots are all free."""
+    state = DecodeState(
+        cache=kv_cache.empty_cache(config, slots, capacity),
+        length_s=jnp.zeros(slots, jnp.int32),
+        last_token_s=jnp.zeros(slots, jnp.int32),
+        active_s=jnp.zeros(slots, bool),
+        remaining_s=jnp.zeros(slots, jnp.int32),
+        key_s=jnp.zeros((slots, 2), jnp.uint32),
+        temperature_s=jnp.ones(slots, jnp.float32),
+    )
+    return pin(state, mesh)
+
+
+def pin(state: DecodeState, mesh: Mesh | None) -> DecodeState:
+    """Slots over the data axes, heads over tensor: the same partition after every program, so that none is compiled twice."""
+    if mesh is None or mesh.size == 1:
+        return state
+    cache_axes = ("slots", "kv_heads", None, None)
+    cache = jax.tree.map(lambda x: constrain(x, mesh, cache_axes, ROLLOUT_RULES), state.cache)
+    rest = {
+        field.name: constrain(value, mesh, ("slots",) + (None,) * (value.ndim - 1), ROLLOUT_RULES)
+        for field in dataclasses.fields(state)
+        if field.name != "cache" and (value := getattr(state, field.name)) is not None
+    }
+    return DecodeState(cache=cache, **rest)
+
+
+def trajectory_keys(key_parts_n4: Array) -> jax.Array:
+    """Random keys [N, 2] of trajectories named by (seed, step, prompt, sample): the seed's key with the rest folded in."""
+
+    def one(parts: jax.Array) -> jax.Array:
+        key = jax.random.PRNGKey(parts[0])
+        for i in range(1, 4):
+            key = jax.random.fold_in(key, parts[i])
+        return key
+
+    return jax.vmap(one)(jnp.asarray(key_parts_n4))
+
+
+def inverse_cdf(probabilities_sv: jax.Array, uniform_s: jax.Array) -> jax.Array:
+    """Token ids [S]: the first index at which the running sum of probabilities exceeds `uniform`, found in two levels.
+
+    One pass over block sums and one over a single block costs a fraction of a cumulative sum over the vocabulary.
+    """
+    slots, vocab = probabilities_sv.shape
+    width = 1 << math.ceil(math.log2(math.sqrt(vocab)))
+    p_sbw = jnp.pad(probabilities_sv, ((0, 0), (0, -vocab % width))).reshape(slots, -1, width)
+    block_sb = p_sbw.sum(-1)
+    cumulative_sb = jnp.cumsum(block_sb, axis=-1)
+    threshold_s = uniform_s * cumulative_sb[:, -1]
+
+    def first_above(cumulative: jax.Array, threshold: jax.Array, mass: jax.Array) -> jax.Array:
+        above = cumulative > threshold[:, None]
+        # rounding can leave no entry above a uniform next to 1; then the heaviest entry, which has mass, is taken
+        return jnp.where(above.any(-1), jnp.argmax(above, axis=-1), jnp.argmax(mass, axis=-1))
+
+    b_s = first_above(cumulative_sb, threshold_s, block_sb)
+    rows = jnp.arange(slots)
+    p_sw = p_sbw[rows, b_s]
+    rest_s = threshold_s - (cumulative_sb[rows, b_s] - block_sb[rows, b_s])
+    return b_s * width + first_above(jnp.cumsum(p_sw, axis=-1), rest_s, p_sw)
+
+
+def sample(logits_sv: jax.Array, temperature_s: jax.Array, key_s: jax.Array, position_s: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Tokens [S] drawn from softmax(logits / temperature) and their log-probs under it; argmax where the temperature is 0
+    (its log-prob is that of temperature 1). The draw depends on (key, position) alone."""
+    greedy_s = temperature_s <= 0
+    scaled_sv = logits_sv / jnp.where(greedy_s, 1.0, temperature_s)[:, None]
+    log_p_sv = jax.nn.log_softmax(scaled_sv, axis=-1)
+    uniform_s = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(key_s, position_s)
+    token_s = jnp.where(greedy_s, jnp.argmax(scaled_sv, axis=-1), inverse_cdf(jnp.exp(log_p_sv), uniform_s))
+    return token_s.astype(jnp.int32), jnp.take_along_axis(log_p_sv, token_s[:, None], axis=-1)[:, 0]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "mesh"))
+def prefill(params: qwen.Params, config: ModelConfig, tokens_np: Array, count_n: Array, mesh: Mesh | None = None) -> kv_cache.Cache:
+    """Cache rows [N, K, P, D] of N fresh prompts of `count_n` tokens each, padded to P."""
+    rows, length = tokens_np.shape
+    positions_np = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    segments_np = (positions_np < count_n[:, None]).astype(jnp.int32)
+    cache = kv_cache.empty_cache(config, rows, length)
+    _, cache = qwen.forward(params, config, tokens_np, positions_np, segments_np, cache)  # type: ignore[assignment]
+    return cache
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def insert(
+    state: DecodeState,
+    rows: kv_cache.Cache,
+    source_n: Array,
+    slots_n: Array,
+    count_n: Array,
+    last_token_n: Array,
+    key_parts_n4: Array,
+    temperature_n: Array,
+    mesh: Mesh | None = None,
+) -> DecodeState:
+    """Place prefilled rows in slots: slot `slots_n[i]` gets row `source_n[i]`, so that one prompt serves a whole group.
+
+    `count_n` tokens of the row are real and `last_token_n` follows them. A slot number of S drops the entry.
+    """
+    length = rows[0][0].shape[2]
+
+    def place(cache: jax.Array, new: jax.Array) -> jax.Array:
+        return cache.at[slots_n, :, :length].set(new[source_n], mode="drop")
+
+    return pin(
+        DecodeState(
+            cache=jax.tree.map(place, state.cache, rows),
+            length_s=state.length_s.at[slots_n].set(count_n, mode="drop"),
+            last_token_s=state.last_token_s.at[slots_n].set(last_token_n, mode="drop"),
+            active_s=state.active_s.at[slots_n].set(False, mode="drop"),
+            remaining_s=state.remaining_s.at[slots_n].set(0, mode="drop"),
+            key_s=state.key_s.at[slots_n].set(trajectory_keys(key_parts_n4), mode="drop"),
+            temperature_s=state.temperature_s.at[slots_n].set(temperature_n, mode="drop"),
+        ),
+        mesh,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("state",))
+def extend(
+    params: qwen.Params,
+    config: ModelConfig,
+    state: DecodeState,
+    slots_m: Array,
+    tokens_mp: Array,
+    count_m: Array,
+    last_token_m: Array,
+    mesh: Mesh | None = None,
+) -> DecodeState:
+    """Append `count_m` tokens (padded to P) behind what M slots hold, without touching the rest; `last_token_m` follows them.
+
+    The first appended token is the slot's old `last_token`. A slot number of S drops the row.
+    """
+    slots, length = state.length_s.shape[0], tokens_mp.shape[1]
+    offset = jnp.arange(length)
+    positions_mp = state.length_s[jnp.minimum(slots_m, slots - 1)][:, None] + offset
+    segments_mp = (offset < count_m[:, None]).astype(jnp.int32)
+    _, cache = qwen.forward(params, config, tokens_mp, positions_mp, segments_mp, state.cache, slots_m)
+    return pin(
+        dataclasses.replace(
+            state,
+            cache=cache,
+            length_s=state.length_s.at[slots_m].add(count_m, mode="drop"),
+            last_token_s=state.last_token_s.at[slots_m].set(last_token_m, mode="drop"),
+        ),
+        mesh,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "chunk", "stop_ids", "mesh"), donate_argnames=("state",))
+def decode_chunk(
+    params: qwen.Params,
+    config: ModelConfig,
+    state: DecodeState,
+    start_s: Array,
+    chunk: int,
+    stop_ids: tuple[int, ...],
+    mesh: Mesh | None = None,
+) -> tuple[DecodeState, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Sample up to `chunk` tokens in every active slot.
+
+    `start_s` > 0 lets a slot begin a turn of at most that many tokens, -1 halts it, 0 leaves it as it is. A slot goes inactive
+    inside the chunk at a stop id or at its budget; the loop ends early when none is active. Returns the state, tokens [n, S],
+    their log-probs [n, S], `emitted` [n, S] (False where the slot was inactive), and the number of steps taken.
+    """
+    slots = state.length_s.shape[0]
+    state = dataclasses.replace(
+        state,
+        active_s=jnp.where(start_s == 0, state.active_s, start_s > 0),
+        remaining_s=jnp.where(start_s > 0, start_s, state.remaining_s),
+    )
+    stops = jnp.asarray(stop_ids, jnp.int32)
+    outputs = (jnp.zeros((chunk, slots), jnp.int32), jnp.zeros((chunk, slots), jnp.float32), jnp.zeros((chunk, slots), bool))
+
+    def step(carry: tuple) -> tuple:
+        i, state, (tokens, logps, emitted) = carry
+        active = state.active_s
+        hidden, cache = qwen.forward(
+            params, config, state.last_token_s[:, None], state.length_s[:, None], active[:, None].astype(jnp.int32), state.cache
+        )
+        logits_sv = qwen.logits(params, config, hidden[:, 0])
+        token_s, logp_s = sample(logits_sv, state.temperature_s, state.key_s, state.length_s + 1)
+        remaining_s = state.remaining_s - active
+        ended_s = (token_s[:, None] == stops).any(-1) | (remaining_s <= 0)
+        outputs = (tokens.at[i].set(token_s), logps.at[i].set(logp_s), emitted.at[i].set(active))
+        state = dataclasses.replace(
+            state,
+            cache=cache,
+            length_s=state.length_s + active,
+            last_token_s=jnp.where(active, token_s, state.last_token_s),
+            remaining_s=remaining_s,
+            active_s=active & ~ended_s,
+        )
+        return i + 1, pin(state, mesh), outputs
+
+    def running(carry: tuple) -> jax.Array:
+        return (carry[0] < chunk) & carry[1].active_s.any()
+
+    steps, state, (tokens, logps, emitted) = jax.lax.while_loop(running, step, (0, pin(state, mesh), outputs))
+    return state, tokens, logps, emitted, jnp.asarray(steps)

@@ -1,0 +1,212 @@
+"""A pool of warm Python processes that run programs: `async with ToolPool(config) as pool: await pool.run("print(1)")`.
+
+One call is one process, forked from a warm zygote (`zygote.py`) and thrown away. The pool belongs to one event loop and never
+blocks it: deadlines and output are the zygotes' work, and what the pool does for a call is one message out and one in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import pathlib
+import signal
+import tempfile
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any
+
+from rstar_jax.config import ToolConfig
+from rstar_jax.tools import child
+from rstar_jax.tools.isolation import RLIMITS, Isolation
+from rstar_jax.tools.worker import Worker, kill_strays, remove_tree
+from rstar_jax.types import InfrastructureError, ToolResult, ToolStatus
+
+RESTARTS = 3  # attempts to replace a dead zygote before the pool gives up
+CLOSE_SECONDS = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One call for `ToolPool.run_many`; None stands for no input and for the configured timeout."""
+
+    code: str
+    stdin: str | None = None
+    timeout: float | None = None
+
+
+class ToolPool:
+    """`config.workers` zygotes and at most `config.concurrency` calls running at a time; further calls wait in order.
+
+    Closing it ends every call and leaves no process, file descriptor or directory; so does the death of this process by any
+    signal. A zygote that dies or hangs is replaced.
+    """
+
+    def __init__(self, config: ToolConfig):
+        config.validate()
+        self.config = config
+        self._places: asyncio.Queue[Worker | None] = asyncio.Queue()  # of live zygotes, free for one call each; None: broken
+        self._workers: set[Worker] = set()
+        self._keepers: list[asyncio.Task[None]] = []
+        self._started = 0
+        self._failure = ""
+
+    @property
+    def isolation(self) -> Isolation:
+        """The tier that calls run in."""
+        return RLIMITS
+
+    async def __aenter__(self) -> ToolPool:
+        self._root = pathlib.Path(tempfile.mkdtemp(prefix="rstar_tool_"))
+        count = min(self.config.workers, self.config.concurrency)
+        shares = [len(range(i, self.config.concurrency, count)) for i in range(count)]
+        starts = [asyncio.create_task(self._start()) for _ in shares]
+        try:
+            workers = await asyncio.gather(*starts)
+        except BaseException:
+            await asyncio.gather(*starts, return_exceptions=True)
+            await self._clean_up()
+            raise
+        self._keepers = [asyncio.create_task(self._keep(*pair)) for pair in zip(workers, shares, strict=True)]
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._break("the tool pool is closed")
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await self._clean_up()
+
+    async def run(self, code: str, stdin: str | None = None, timeout: float | None = None) -> ToolResult:
+        """Run one program with `stdin` as its input (None or empty: end of file at once).
+
+        `timeout` (seconds, None: the configured one) counts from the start of execution; waiting for a place is free. What the
+        program does, or is, never raises. Raises `InfrastructureError` when the machinery failed `config.retries` + 1 times.
+        """
+        timeout = self.config.timeout_s if timeout is None else timeout
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout} must be positive")
+        if complaint := self._complaint("code", code) or self._complaint("input", stdin or ""):
+            return ToolResult(ToolStatus.REJECTED, stderr=complaint)
+        reason = ""
+        for _ in range(self.config.retries + 1):
+            worker = await self._place()
+            try:
+                report = await worker.run(code, stdin or "", timeout)
+            except InfrastructureError as error:
+                reason = str(error)
+                continue
+            if "failed" in report:
+                reason = report["failed"]
+            elif report["note"] == child.SETTING_UP and report["reason"] is None:
+                reason = f"a call ended with code {report['code']} while it was set up"
+            else:
+                return to_result(report, self.config.cpu_s)
+        raise InfrastructureError(f"a tool call failed {self.config.retries + 1} times; the last time: {reason}")
+
+    async def run_many(self, jobs: Iterable[Job]) -> list[ToolResult]:
+        """Results of `jobs` in their order. Takes a job only when it can start, so `jobs` may be a long generator."""
+        source = enumerate(jobs)
+        results: dict[int, ToolResult] = {}
+
+        async def work() -> None:
+            for index, job in source:
+                results[index] = await self.run(job.code, job.stdin, job.timeout)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.config.concurrency):
+                group.create_task(work())
+        return [results[index] for index in range(len(results))]
+
+    def _complaint(self, what: str, text: Any) -> str:
+        """Why `text` cannot be run, or nothing."""
+        if not isinstance(text, str):
+            return f"{what} must be a string, not {type(text).__name__}"
+        size = len(text.encode("utf-8", "surrogatepass")) if len(text) * 4 > self.config.code_bytes else 0
+        if size > self.config.code_bytes:
+            return f"{what} is {size} bytes long; at most {self.config.code_bytes} are allowed"
+        return ""
+
+    async def _place(self) -> Worker:
+        """A place on a live zygote, first come, first served."""
+        while True:
+            worker = await self._places.get()
+            if worker is None:
+                self._places.put_nowait(None)  # for the others who wait
+                raise InfrastructureError(self._failure)
+            if worker.alive:
+                return worker
+
+    def _break(self, failure: str) -> None:
+        self._failure = failure
+        while not self._places.empty():
+            self._places.get_nowait()
+        self._places.put_nowait(None)
+
+    def _free(self, worker: Worker) -> None:
+        if worker.alive and not self._failure:
+            self._places.put_nowait(worker)
+
+    async def _start(self) -> Worker:
+        self._started += 1
+        worker = Worker(self.config, self._root / str(self._started), self._free)
+        await worker.start()
+        self._workers.add(worker)
+        return worker
+
+    async def _keep(self, worker: Worker, share: int) -> None:
+        """Offer `share` places on `worker`; when it dies, clean up behind it and do the same with its successor."""
+        while True:
+            for _ in range(share):
+                self._places.put_nowait(worker)
+            await worker.died.wait()
+            self._workers.discard(worker)
+            await asyncio.to_thread(_clean_up_after, worker.directory)
+            for attempt in range(1, RESTARTS + 1):
+                try:
+                    worker = await self._start()
+                    break
+                except Exception as error:  # of any kind: calls are waiting, and have to hear of it
+                    if attempt == RESTARTS:
+                        self._break(f"a tool process died and cannot be replaced: {error}")
+                        return
+
+    async def _clean_up(self) -> None:
+        await asyncio.gather(*(worker.close(CLOSE_SECONDS) for worker in self._workers))
+        self._workers.clear()
+        if self._root.exists():
+            await asyncio.to_thread(_clean_up_after, self._root)
+
+
+def _clean_up_after(directory: pathlib.Path) -> None:
+    kill_strays(directory)
+    remove_tree(directory)
+
+
+def to_result(report: Mapping[str, Any], cpu_seconds: float) -> ToolResult:
+    """A zygote's report as a `ToolResult`. The kernel's exit code decides; see `child.py` for what refines it."""
+    return ToolResult(
+        status=_status(report, cpu_seconds),
+        stdout=report["stdout"],
+        stderr=report["stderr"],
+        exit_code=report["code"],
+        seconds=report["seconds"],
+        cpu_seconds=report["cpu_seconds"],
+        truncated=report["truncated"],
+    )
+
+
+def _status(report: Mapping[str, Any], cpu_seconds: float) -> ToolStatus:
+    code = report["code"]
+    if report["reason"] is not None:
+        return ToolStatus(report["reason"])
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and report["cpu_seconds"] >= cpu_seconds):
+        return ToolStatus.CPU_LIMIT
+    if code < 0:
+        return ToolStatus.SIGNAL
+    if code == 0:
+        return ToolStatus.OK
+    if code == 1 and report["note"] == child.EXCEPTION:
+        return ToolStatus.ERROR
+    if code == 1 and report["note"] == child.OUT_OF_MEMORY:
+        return ToolStatus.MEMORY
+    return ToolStatus.EXIT

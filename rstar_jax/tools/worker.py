@@ -1,0 +1,228 @@
+"""The owner's side of one zygote: start it, send it calls, hear of their end and of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rstar_jax.config import ToolConfig
+from rstar_jax.types import InfrastructureError, UserError
+
+START_SECONDS = 120.0  # for the imports of `preload` on a cold disk
+GRACE_SECONDS = 15.0  # past a call's deadline before its zygote counts as stuck
+_ROOT = str(pathlib.Path(__file__).parents[2])
+# The package need not be installed, and is not importable from a call unless it is.
+_PROGRAM = """import sys
+sys.path.insert(0, sys.argv[1])
+from rstar_jax.tools import zygote
+sys.path.pop(0)
+for name in [name for name in sys.modules if name.partition(".")[0] == "rstar_jax"]:
+    del sys.modules[name]
+zygote.main(int(sys.argv[2]))
+"""
+
+
+def clean_environment(directory: pathlib.Path) -> dict[str, str]:
+    """All that a call finds in `os.environ`. Nothing of the trainer's passes but what this interpreter needs to start."""
+    environment = {
+        "PATH": "/usr/local/bin:/usr/bin:/bin",
+        "LANG": "C.UTF-8",
+        "TZ": "UTC",
+        "HOME": str(directory),
+        "TMPDIR": str(directory),
+        "PYTHONHASHSEED": "0",
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "MPLBACKEND": "Agg",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HIP_VISIBLE_DEVICES": "",
+    }
+    if "LD_LIBRARY_PATH" in os.environ:
+        environment["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
+    return environment
+
+
+@dataclasses.dataclass
+class _Pending:
+    future: asyncio.Future[dict[str, Any]]
+    watchdog: asyncio.TimerHandle
+
+
+class Worker(asyncio.Protocol):
+    """One zygote. `on_free(worker)` is called once for each submitted call when its place is free again, which is later than
+    the end of `run` when that was cancelled; it is not called for the calls of a zygote that died. `died` is set when the
+    zygote's process has ended, by itself or not."""
+
+    def __init__(self, config: ToolConfig, directory: pathlib.Path, on_free: Callable[[Worker], None]):
+        self.directory = directory
+        self.died = asyncio.Event()
+        self.alive = False  # takes calls
+        self._config = config
+        self._on_free = on_free
+        self._loop = asyncio.get_running_loop()
+        self._inbox = bytearray()
+        self._pending: dict[int, _Pending] = {}
+        self._next_id = 0
+        self._ready: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+
+    async def start(self) -> None:
+        """Start the process and wait for its imports. Raises `UserError` when a module of `preload` cannot be imported,
+        `InfrastructureError` when the process does not come up."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            self._transport, _ = await self._loop.create_connection(lambda: self, sock=ours)
+            flags = ["-s", "-P", "-B", "-X", "no_debug_ranges"]  # -I would also ignore PYTHONHASHSEED
+            try:
+                self.directory.mkdir(mode=0o700, parents=True)
+                self._process = subprocess.Popen(
+                    [sys.executable, *flags, "-c", _PROGRAM, _ROOT, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    env=clean_environment(self.directory),
+                    cwd="/",
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                self._transport.close()
+                raise InfrastructureError(f"a tool process could not be started: {error}") from error
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(self._pidfd, self._ended)
+        try:
+            self._send(self._settings())
+            answer = await asyncio.wait_for(self._ready, START_SECONDS)
+            if "refused" in answer:
+                raise UserError(f"the tool's process cannot start: {answer['refused']}")
+        except BaseException as error:
+            self.kill()
+            await self.died.wait()
+            if isinstance(error, TimeoutError):
+                raise InfrastructureError(f"a tool process was not ready within {START_SECONDS:.0f} s") from None
+            raise
+        self.alive = True
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "directory": str(self.directory),
+            "preload": self._config.preload,
+            "cpu_seconds": math.ceil(self._config.cpu_s),  # whole seconds are the kernel's unit
+            "memory_bytes": self._config.memory_bytes,
+            "output_bytes": self._config.output_bytes,
+            "hard_output_bytes": self._config.hard_output_bytes,
+        }
+
+    async def run(self, code: str, stdin: str, timeout: float) -> dict[str, Any]:
+        """The zygote's report on one call. Raises `InfrastructureError` when the zygote dies first."""
+        self._next_id += 1
+        call = self._next_id
+        future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        watchdog = self._loop.call_later(timeout + GRACE_SECONDS, self.kill)
+        self._pending[call] = _Pending(future, watchdog)
+        self._send({"id": call, "code": code, "stdin": stdin, "timeout": timeout})
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if call in self._pending:
+                self._send({"cancel": call})
+            raise
+
+    def kill(self) -> None:
+        """SIGKILL the zygote; its calls die with it."""
+        if not self.died.is_set():
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    async def close(self, seconds: float) -> None:
+        """Let the zygote end its calls and clean up, and wait for its end; kill it after `seconds`."""
+        self.alive = False
+        self._transport.close()
+        try:
+            await asyncio.wait_for(self.died.wait(), seconds)
+        except TimeoutError:
+            self.kill()
+            await self.died.wait()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        body = json.dumps(message).encode()
+        self._transport.write(len(body).to_bytes(4, "big") + body)
+
+    def data_received(self, data: bytes) -> None:
+        self._inbox += data
+        while len(self._inbox) >= 4 and len(self._inbox) >= 4 + (size := int.from_bytes(self._inbox[:4], "big")):
+            message = json.loads(self._inbox[4 : 4 + size])
+            del self._inbox[: 4 + size]
+            if "id" not in message:
+                self._ready.set_result(message)
+                continue
+            # A result that is here stops its watchdog before that can fire, however late this loop gets to run.
+            pending = self._pending.pop(message["id"])
+            pending.watchdog.cancel()
+            if not pending.future.done():
+                pending.future.set_result(message)
+            self._on_free(self)
+
+    def _ended(self) -> None:
+        """The process has ended: reap it, and fail what it had in hand."""
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        code = self._process.wait()
+        self.alive = False
+        self.died.set()
+        self._transport.close()
+        error = InfrastructureError(f"a tool process ended with code {code}")
+        if not self._ready.done():
+            self._ready.set_exception(error)
+        for pending in self._pending.values():
+            pending.watchdog.cancel()
+            if not pending.future.done():
+                pending.future.set_exception(error)
+        self._pending.clear()
+
+
+def kill_strays(directory: pathlib.Path, seconds: float = 2.0) -> None:
+    """SIGKILL every process whose environment names `directory`: what the calls of a dead zygote had started (the calls
+    themselves die with it). Looks until it finds none, for at most `seconds`. Blocks."""
+    limit = time.monotonic() + seconds
+    marks = (f"{directory}/".encode(), f"{directory}\0".encode())
+    while _kill_marked(marks) and time.monotonic() < limit:
+        time.sleep(0.01)
+
+
+def _kill_marked(marks: tuple[bytes, ...]) -> int:
+    """How many processes were found and killed."""
+    found = 0
+    for entry in pathlib.Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            pidfd = os.pidfd_open(int(entry.name))
+        except OSError:
+            continue  # it has ended
+        try:
+            environment = (entry / "environ").read_bytes()
+            if any(mark in environment for mark in marks):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                found += 1
+        except OSError:
+            continue  # it has ended, or is another user's
+        finally:
+            os.close(pidfd)
+    return found
+
+
+def remove_tree(directory: pathlib.Path) -> None:
+    """Remove `directory`, however deep and whatever modes its entries have. Blocks."""
+    if directory.exists():
+        subprocess.run(["/bin/sh", "-c", 'chmod -R u+rwX -- "$0"; rm -rf -- "$0"', str(directory)], check=False)

@@ -1,0 +1,83 @@
+"""From trajectories and demonstrations to padded rows of static shapes.
+
+A microbatch has a bucket's length and that bucket's fixed number of rows, so a run uses one program per bucket. Rows that do not
+fill a microbatch of their bucket are carried to the next longer one, so that only the last microbatch of an update is padded with
+dead rows; what is dead or padding weighs 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from rstar_jax.types import TrainBatch, Trajectory, UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One sequence for training: ids [n] int32, trainable [n] bool, sampler log-probs [n] float32 (NaN where not sampled), and
+    its advantage (constant over the sequence)."""
+
+    ids: np.ndarray
+    trainable: np.ndarray
+    logps: np.ndarray
+    advantage: float = 0.0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def trajectory_row(trajectory: Trajectory, advantage: float) -> Row:
+    """The row of one rollout: exactly the ids that existed, trainable where they were sampled."""
+    return Row(trajectory.ids, trajectory.trainable, trajectory.logps, float(advantage))
+
+
+def rows_per_microbatch(length: int, microbatch_tokens: int, nominal_rows: int, shards: int) -> int:
+    """Rows of a microbatch of this length: the token budget's worth, but no more than an update has, in whole shards."""
+    wanted = min(max(1, microbatch_tokens // length), nominal_rows)
+    return max(shards, wanted // shards * shards) if wanted >= shards else shards
+
+
+def microbatches(
+    rows: Sequence[Row],
+    *,
+    buckets: Sequence[int],
+    microbatch_tokens: int,
+    nominal_rows: int,
+    shards: int = 1,
+    pad_id: int = 0,
+) -> list[TrainBatch]:
+    """Batches of numpy arrays that hold every row once, shortest bucket first.
+
+    `nominal_rows` is the number of rows of a full update: it fixes shapes even when fewer are given. Raises `UserError` for a row
+    longer than the last bucket.
+    """
+    remaining = sorted(rows, key=len)
+    if remaining and len(remaining[-1]) > buckets[-1]:
+        raise UserError(f"a sequence of {len(remaining[-1])} tokens is longer than the last of training.buckets={tuple(buckets)}")
+    batches = []
+    for bucket in buckets:
+        size = rows_per_microbatch(bucket, microbatch_tokens, nominal_rows, shards)
+        fitting = sum(len(row) <= bucket for row in remaining)
+        last = fitting == len(remaining)
+        while fitting >= size or (last and fitting):
+            batches.append(_stack(remaining[:size], bucket, size, pad_id))
+            fitting -= min(size, fitting)
+            remaining = remaining[size:]
+    return batches
+
+
+def _stack(rows: Sequence[Row], length: int, size: int, pad_id: int) -> TrainBatch:
+    def filled(value: float, dtype: type) -> np.ndarray:
+        return np.full((size, length), value, dtype)
+
+    tokens, segments, trainable = filled(pad_id, np.int32), filled(0, np.int32), filled(0, bool)
+    advantage, logps = filled(0, np.float32), filled(np.nan, np.float32)
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), (size, length)).copy()
+    for i, row in enumerate(rows):
+        n = len(row)
+        tokens[i, :n], segments[i, :n], trainable[i, :n], logps[i, :n] = row.ids, 1, row.trainable, row.logps
+        advantage[i] = row.advantage
+    return TrainBatch(tokens, positions, segments, trainable, advantage, logps, logps.copy())

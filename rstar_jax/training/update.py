@@ -1,0 +1,184 @@
+"""The update step: microbatches give sums of gradients and counts; one division; one optimiser step.
+
+Because every microbatch contributes numerators and counts, the result does not depend on how rows are cut into microbatches, on
+padding, on row order or on the number of devices (up to the rounding of float sums).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rstar_jax.algorithms import objectives, sft
+from rstar_jax.config import ModelConfig, StageConfig
+from rstar_jax.model.logprobs import score
+from rstar_jax.training.state import TrainState
+from rstar_jax.types import Array, Sums, TrainBatch
+
+LossFn = Callable[[Array, Array, TrainBatch], Sums]
+"""(log-probs [B, T], entropies [B, T], batch) -> sums, with the loss to be minimised under "loss"."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Accumulated:
+    """What microbatches add up to: gradients of the loss's numerator, sums, and running maxima."""
+
+    gradients: Any
+    sums: Sums
+    maxima: Mapping[str, Array]
+
+
+def loss_function(stage: StageConfig) -> LossFn:
+    """The stage's objective as a function of log-probs; a new objective is one more case here (see docs/extending.md)."""
+    return LOSSES[stage.kind](stage)
+
+
+def _sft(stage: StageConfig) -> LossFn:
+    return lambda logp, entropy, batch: sft.sft_loss(logp, batch.trainable_bt, aggregation=stage.loss_aggregation)
+
+
+def _policy(stage: StageConfig) -> LossFn:
+    def loss(logp: Array, entropy: Array, batch: TrainBatch) -> Sums:
+        return objectives.policy_loss(
+            logp,
+            batch.old_logp_bt,
+            batch.advantage_bt,
+            batch.trainable_bt,
+            clip_low=stage.clip_low,
+            clip_high=stage.clip_high,
+            aggregation=stage.loss_aggregation,
+            sequences_bt=batch.segments_bt,
+        )
+
+    return loss
+
+
+LOSSES: dict[str, Callable[[StageConfig], LossFn]] = {"sft": _sft, "srl": _policy, "rl": _policy}
+
+
+class Update:
+    """`update(state, batches) -> (state, sums, maxima)`: one optimiser step from the microbatches of one update.
+
+    `temperature` is the one the rows were sampled at (1 for SFT). The state is donated. A step whose gradient is not finite
+    changes nothing and is counted in `sums` ("skipped").
+    """
+
+    def __init__(self, model: ModelConfig, loss: LossFn, optimizer: optax.GradientTransformation, temperature: float, mesh: Mesh):
+        self.mesh = mesh
+        self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+        self._score = jax.jit(functools.partial(_score, model=model, temperature=temperature, mesh=mesh))
+        measure = functools.partial(_measure, model=model, loss=loss, temperature=temperature, mesh=mesh)
+        self._add = jax.jit(lambda params, batch, so_far: _add(so_far, measure(params, batch)), donate_argnums=2)
+        self._zeros = jax.jit(lambda params, batch: _zeros(params, jax.eval_shape(measure, params, batch)))
+        self._apply = jax.jit(functools.partial(_apply, optimizer=optimizer), donate_argnums=(0, 1))
+
+    def place(self, batch: TrainBatch) -> TrainBatch:
+        """The batch on the devices, rows over data and fsdp: the one crossing from host to device."""
+        return jax.device_put(batch, self._rows)
+
+    def score(self, state: TrainState, batch: TrainBatch) -> TrainBatch:
+        """The batch with the trainer's own log-probs as the ratio's denominator."""
+        return dataclasses.replace(batch, old_logp_bt=self._score(state.params, batch))
+
+    def step(self, state: TrainState, batches: Sequence[TrainBatch]) -> tuple[TrainState, dict[str, float]]:
+        """One update from host batches, and its metrics as numbers."""
+        return self.steps(state, [batches], False)
+
+    def steps(
+        self, state: TrainState, updates: Sequence[Sequence[TrainBatch]], trainer_old: bool
+    ) -> tuple[TrainState, dict[str, float]]:
+        """One update for each list of host batches; old log-probs stay frozen over them.
+
+        `trainer_old`: the ratio's denominator is recomputed with the weights before the first update. The gap between sampler and
+        trainer is that of the first update; everything else is summed over all. No update gives no metrics.
+        """
+        placed = [[self.place(batch) for batch in batches] for batches in updates]
+        if trainer_old:
+            placed = [[self.score(state, batch) for batch in batches] for batches in placed]
+        total: Sums | None = None
+        gap: dict[str, float] = {}
+        for batches in placed:
+            state, sums, maxima = self(state, batches)
+            if total is None:
+                gap = {name: float(value) for name, value in maxima.items()}
+                gap["logp_gap_mean"] = sums.means()["logp_gap_mean"]
+            total = sums if total is None else total + sums
+        return state, {} if total is None else total.means() | gap
+
+    def __call__(self, state: TrainState, batches: Sequence[TrainBatch]) -> tuple[TrainState, Sums, dict[str, Array]]:
+        if not batches:
+            raise ValueError("an update needs at least one microbatch")
+        so_far = self._zeros(state.params, batches[0])
+        for batch in batches:
+            so_far = self._add(state.params, batch, so_far)
+        return self._apply(state, so_far)
+
+    def compiled_programs(self) -> int:
+        """How many programs exist by now (a run's warm-up makes them all)."""
+        jitted: tuple[Any, ...] = (self._score, self._add, self._apply)
+        return sum(function._cache_size() for function in jitted)
+
+
+def _score(params: Any, batch: TrainBatch, *, model: ModelConfig, temperature: float, mesh: Mesh) -> jax.Array:
+    return score(params, model, batch, temperature, mesh)[0]
+
+
+def _measure(params: Any, batch: TrainBatch, *, model: ModelConfig, loss: LossFn, temperature: float, mesh: Mesh) -> Accumulated:
+    def numerator(params: Any) -> tuple[jax.Array, tuple[Sums, Array, Array]]:
+        logp, entropy = score(params, model, batch, temperature, mesh)
+        sums = loss(logp, entropy, batch)
+        return sums.values["loss"], (sums, logp, entropy)
+
+    gradients, (sums, logp, entropy) = jax.grad(numerator, has_aux=True)(params)
+    trainable = batch.trainable_bt
+    count = jnp.sum(trainable, dtype=jnp.float32)
+    sampled = trainable & jnp.isfinite(batch.sampler_logp_bt)
+    gap = jnp.where(sampled, jnp.abs(logp - jnp.where(sampled, batch.sampler_logp_bt, 0.0)), 0.0)
+    extra = {
+        "entropy": (jnp.sum(jnp.where(trainable, entropy, 0.0)), count),
+        "logp_gap_mean": (jnp.sum(gap), jnp.sum(sampled, dtype=jnp.float32)),
+    }
+    sums = Sums(
+        {**sums.values, **{name: value for name, (value, _) in extra.items()}},
+        {**sums.counts, **{name: number for name, (_, number) in extra.items()}},
+    )
+    return Accumulated(gradients, sums, {"logp_gap_max": jnp.max(gap)})
+
+
+def _zeros(params: Any, shapes: Accumulated) -> Accumulated:
+    """Nothing accumulated yet; gradients take their parameters' shards from the parameters."""
+    zero = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    return dataclasses.replace(zero, gradients=jax.tree.map(jnp.zeros_like, params))
+
+
+def _add(a: Accumulated, b: Accumulated) -> Accumulated:
+    maxima = {name: jnp.maximum(a.maxima[name], b.maxima[name]) for name in a.maxima}
+    return Accumulated(jax.tree.map(jnp.add, a.gradients, b.gradients), a.sums + b.sums, maxima)
+
+
+def _apply(
+    state: TrainState, accumulated: Accumulated, *, optimizer: optax.GradientTransformation
+) -> tuple[TrainState, Sums, dict[str, Array]]:
+    count = jnp.maximum(accumulated.sums.counts["loss"], 1.0)
+    gradients = jax.tree.map(lambda g: g / count.astype(g.dtype), accumulated.gradients)
+    norm = optax.global_norm(gradients)
+    finite = jnp.isfinite(norm)
+    changes, optimizer_state = optimizer.update(gradients, state.optimizer, state.params)
+    new = TrainState(optax.apply_updates(state.params, changes), optimizer_state, state.updates + 1)
+    old = dataclasses.replace(state, updates=state.updates + 1)
+    state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    one = jnp.ones(())
+    sums = Sums(
+        {**accumulated.sums.values, "grad_norm": jnp.where(finite, norm, 0.0), "skipped": jnp.where(finite, 0.0, 1.0)},
+        {**accumulated.sums.counts, "grad_norm": one, "skipped": one},
+    )
+    return state, sums, dict(accumulated.maxima)

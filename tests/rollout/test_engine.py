@@ -1,0 +1,259 @@
+"""The engine against the trainer's own forward pass; and what a trajectory may depend on."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rstar_jax.config import MeshConfig, ModelConfig, RolloutConfig
+from rstar_jax.model import qwen
+from rstar_jax.model.logprobs import score
+from rstar_jax.model.sharding import make_mesh
+from rstar_jax.rollout import decode
+from rstar_jax.rollout.engine import SlotEngine, rollout_params
+from rstar_jax.types import Finish, SampleKey, Sampling, TrainBatch, UserError
+
+MODEL = ModelConfig(vocab_size=64, num_layers=2, d_model=32, d_ff=48, num_heads=4, num_kv_heads=2, head_dim=8)
+ROLLOUT = RolloutConfig(
+    slots=8, chunk=4, prefill_rows=2, prompt_buckets=(8, 16), extend_rows=2, extend_buckets=(4, 8), max_prompt_tokens=40
+)
+CAPACITY, STOPS = 96, (7, 11)
+
+
+@pytest.fixture(scope="module")
+def params():
+    params = jax.jit(qwen.init, static_argnums=0)(MODEL, jax.random.key(0))
+    params["ends"]["embedding"] = params["ends"]["embedding"] * 30  # a policy with opinions: entropy well under log V
+    return params
+
+
+@pytest.fixture(scope="module")
+def device():
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def make_engine(params, device, rollout=ROLLOUT, mesh=None):
+    engine = SlotEngine(MODEL, rollout, capacity=CAPACITY, stop_ids=STOPS, device=device, mesh=mesh)
+    engine.load(rollout_params(params, MODEL, mesh), version=5)
+    return engine
+
+
+@dataclasses.dataclass
+class Rolled:
+    ids: list
+    logps: list
+    sampled: list
+    finishes: list
+
+
+async def talk(engine, prompt, key, *, turns=3, delay=0.0, temperature=1.0, most=12):
+    """Several turns with observed tokens between them, as an agent with a tool would have."""
+    slot = await engine.open(prompt, key, Sampling(temperature))
+    rolled = Rolled(list(prompt), [float("nan")] * len(prompt), [False] * len(prompt), [])
+    for turn in range(turns):
+        got = await slot.generate(most)
+        rolled.ids += got.ids
+        rolled.logps += got.logps
+        rolled.sampled += [True] * len(got.ids)
+        rolled.finishes.append(got.finish)
+        if turn + 1 < turns:
+            await asyncio.sleep(delay * ((key.sample + turn) % 3))
+            observed = [(key.sample * 3 + turn + i) % 60 for i in range(1 + (key.sample + 4 * turn) % 11)]
+            await slot.append(observed)
+            rolled.ids += observed
+            rolled.logps += [float("nan")] * len(observed)
+            rolled.sampled += [False] * len(observed)
+    slot.close()
+    return rolled
+
+
+def prompts():
+    rng = np.random.default_rng(0)
+    return [rng.integers(12, 60, n).tolist() for n in (1, 5, 9, 16, 17, 33)]
+
+
+async def everyone(engine, *, order=None, samples=4, **options):
+    jobs = [(i, j) for i in range(len(prompts())) for j in range(samples)]
+    order = jobs if order is None else [jobs[k] for k in order]
+    async with engine:
+        results = await asyncio.gather(*(talk(engine, prompts()[i], SampleKey(1, 2, i, j), **options) for i, j in order))
+    return dict(zip(order, results, strict=True))
+
+
+@pytest.fixture(scope="module")
+def reference(params, device):
+    return asyncio.run(everyone(make_engine(params, device)))
+
+
+def trainer_logps(params, rolled, temperature=1.0):
+    n = len(rolled.ids)
+    ids, zeros = np.zeros((1, CAPACITY), np.int32), np.zeros((1, CAPACITY), np.float32)
+    ids[0, :n] = rolled.ids
+    segments = (np.arange(CAPACITY) < n).astype(np.int32)[None]
+    batch = TrainBatch(ids, np.arange(CAPACITY)[None], segments, segments > 0, zeros, zeros, zeros)
+    return np.asarray(SCORE(params, MODEL, batch, temperature)[0][0, :n])
+
+
+SCORE = jax.jit(score, static_argnums=1)
+
+
+def test_sampled_log_probs_are_the_trainers_over_whole_multi_turn_trajectories(params, reference):
+    worst = 0.0
+    for rolled in reference.values():
+        sampled = np.asarray(rolled.sampled)
+        gap = np.abs(trainer_logps(params, rolled) - np.asarray(rolled.logps))[sampled]
+        worst = max(worst, gap.max())
+        assert len(rolled.finishes) == 3
+    assert worst <= 1e-4
+    finishes = [finish for rolled in reference.values() for finish in rolled.finishes]
+    assert Finish.STOP in finishes and Finish.LENGTH in finishes
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.7])
+def test_the_log_prob_is_of_the_tempered_distribution(params, device, temperature):
+    """trl#3029, OpenRLHF#853: on-policy at a temperature the ratio must be 1."""
+    results = asyncio.run(everyone(make_engine(params, device), temperature=temperature, samples=1))
+    for rolled in results.values():
+        sampled = np.asarray(rolled.sampled)
+        ratio = np.exp(trainer_logps(params, rolled, temperature) - np.asarray(rolled.logps))[sampled]
+        np.testing.assert_allclose(ratio, 1.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.004])
+def test_a_trajectory_depends_on_nothing_but_its_key(params, device, reference, delay):
+    """Slots, neighbours, admission order and tool delays change no bit."""
+    order = np.random.default_rng(7).permutation(24).tolist()
+    shuffled = asyncio.run(everyone(make_engine(params, device), order=order, delay=delay))
+    alone = asyncio.run(everyone(make_engine(params, device), order=[13]))
+    for job, rolled in {**shuffled, **alone}.items():
+        assert rolled.ids == reference[job].ids
+        np.testing.assert_array_equal(rolled.logps, reference[job].logps)
+
+
+@pytest.mark.parametrize("slots", [1, 24])
+def test_another_number_of_slots_samples_the_same_tokens(params, device, reference, slots):
+    other = asyncio.run(everyone(make_engine(params, device, dataclasses.replace(ROLLOUT, slots=slots))))
+    for job, rolled in other.items():
+        assert rolled.ids == reference[job].ids
+        np.testing.assert_allclose(rolled.logps, reference[job].logps, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (4, 1, 2)])
+def test_eight_devices_sample_the_same_tokens_as_one(params, device, reference, sizes):
+    mesh = make_mesh(MeshConfig(*sizes))
+    other = asyncio.run(everyone(make_engine(params, device, mesh=mesh)))
+    for job, rolled in other.items():
+        assert rolled.ids == reference[job].ids
+        np.testing.assert_allclose(rolled.logps, reference[job].logps, atol=1e-5)
+
+
+def test_greedy_is_the_argmax_of_the_trainers_logits(params, device):
+    results = asyncio.run(everyone(make_engine(params, device), temperature=0.0, samples=1))
+    for rolled in results.values():
+        ids = jnp.asarray([rolled.ids])
+        hidden, _ = qwen.forward(params, MODEL, ids, jnp.arange(len(rolled.ids))[None], jnp.ones_like(ids))
+        best = np.asarray(jnp.argmax(qwen.logits(params, MODEL, hidden), -1))[0]
+        sampled = np.flatnonzero(rolled.sampled)
+        np.testing.assert_array_equal(np.asarray(rolled.ids)[sampled], best[sampled - 1])
+
+
+def test_a_group_prefills_its_prompt_once(params, device):
+    engine = make_engine(params, device)
+
+    async def group():
+        async with engine:
+            await asyncio.gather(*(talk(engine, prompts()[2], SampleKey(0, 0, 0, j), turns=1) for j in range(8)))
+
+    asyncio.run(group())
+    assert engine.counters.prefilled_prompts == 1
+    assert engine.counters.prefilled_tokens == len(prompts()[2]) - 1
+    assert engine.counters.trajectories == 8
+
+
+def test_nothing_compiles_after_the_warm_up(params, device):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, seconds, **_: compiled.append(name) if name == "/jax/core/compile/backend_compile_duration" else None
+    )
+    try:
+        engine = make_engine(params, device, dataclasses.replace(ROLLOUT, slots=6))
+        device.submit(engine.warm_up).result()
+        assert compiled
+        compiled.clear()
+        asyncio.run(everyone(engine))
+        engine.load(rollout_params(params, MODEL, None), version=6)
+        asyncio.run(everyone(engine))
+        assert compiled == []
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+def test_decoding_donates_its_state(params):
+    state = decode.empty_state(MODEL, 8, CAPACITY)
+    compiled = decode.decode_chunk.lower(rollout_params(params, MODEL), MODEL, state, np.zeros(8, np.int32), 4, STOPS).compile()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert compiled.memory_analysis().alias_size_in_bytes >= 0.99 * size
+
+
+def test_inverse_cdf_draws_each_token_as_often_as_its_probability_says():
+    p = np.array([0.5, 0.0, 0.2, 0.05, 0.0, 0.25], np.float32)
+    uniform = (np.arange(2000) + 0.5) / 2000
+    tokens = np.asarray(decode.inverse_cdf(jnp.tile(p, (2000, 1)), jnp.asarray(uniform, jnp.float32)))
+    np.testing.assert_array_equal(np.bincount(tokens, minlength=6), (p * 2000).astype(int))
+    np.testing.assert_array_equal(
+        tokens, np.searchsorted(np.cumsum(p.astype(np.float64)) * (1 - 1e-9), uniform, side="right").clip(0, 5)
+    )
+    edge = decode.inverse_cdf(jnp.asarray([[0.0, 1.0, 0.0]]), jnp.asarray([1.0 - 2**-24]))
+    assert int(edge[0]) == 1
+
+
+def test_a_prompt_that_cannot_fit_is_refused_in_one_line(params, device):
+    engine = make_engine(params, device)
+
+    async def too_long():
+        async with engine:
+            await engine.open([1] * CAPACITY, SampleKey(0, 0, 0, 0), Sampling())
+
+    with pytest.raises(UserError, match="does not fit"):
+        asyncio.run(too_long())
+
+
+def test_a_cancelled_rollout_gives_its_slot_back_and_disturbs_no_other(params, device, reference):
+    engine = make_engine(params, device, dataclasses.replace(ROLLOUT, slots=2))
+
+    async def scenario():
+        async with engine:
+            doomed = [asyncio.create_task(forever(engine, j)) for j in range(2)]
+            await asyncio.sleep(0.02)
+            for task in doomed:
+                task.cancel()
+            await asyncio.gather(*doomed, return_exceptions=True)
+            return await talk(engine, prompts()[1], SampleKey(1, 2, 1, 0))
+
+    async def forever(engine, j):
+        slot = await engine.open(prompts()[3], SampleKey(9, 9, 9, j), Sampling())
+        with contextlib.closing(slot):
+            while True:
+                await slot.generate(1)
+                await asyncio.sleep(0)
+                slot.length = 20  # never full
+
+    assert asyncio.run(scenario()).ids == reference[1, 0].ids
+
+
+def test_a_failing_device_surfaces_in_every_waiting_rollout(params, device):
+    engine = make_engine(params, device)
+    engine._params = {"layers": (), "ends": {}}  # the next program cannot run
+
+    async def scenario():
+        async with engine:
+            await asyncio.wait_for(talk(engine, prompts()[1], SampleKey(0, 0, 0, 0)), 20)
+
+    with pytest.raises(RuntimeError, match="engine has failed"):
+        asyncio.run(scenario())

@@ -1,0 +1,102 @@
+"""One pool for all tests of this folder."""
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import time
+
+import pytest
+
+from rstar_jax.config import ToolConfig
+from rstar_jax.tools.pool import ToolPool
+
+CONFIG = ToolConfig(
+    workers=2,
+    concurrency=4,
+    timeout_s=20.0,
+    cpu_s=1.0,
+    memory_bytes=256 << 20,
+    output_bytes=2000,
+    hard_output_bytes=4 << 20,
+    code_bytes=100_000,
+    preload=("math",),
+)
+
+
+class Shared:
+    """A pool on a loop that runs only inside `run`."""
+
+    def __init__(self, runner: asyncio.Runner, pool: ToolPool):
+        self.runner = runner
+        self.pool = pool
+
+    def run(self, code, stdin=None, timeout=None):
+        return self.runner.run(self.pool.run(code, stdin, timeout))
+
+    def many(self, codes, timeout=None):
+        async def gather():
+            return await asyncio.gather(*(self.pool.run(code, timeout=timeout) for code in codes))
+
+        return self.runner.run(gather())
+
+
+@pytest.fixture(scope="session")
+def shared():
+    with asyncio.Runner() as runner:
+        pool = runner.run(ToolPool(CONFIG).__aenter__())
+        yield Shared(runner, pool)
+        runner.run(pool.__aexit__(None, None, None))
+
+
+class Processes:
+    """What is running, read from /proc."""
+
+    @staticmethod
+    def children(pid):
+        """Pids of the children of `pid`, those of all its threads, zombies included."""
+        found = []
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it may end meanwhile
+            for task in pathlib.Path(f"/proc/{pid}/task").iterdir():
+                found += [int(p) for p in (task / "children").read_text().split()]
+        return found
+
+    @staticmethod
+    def descendants(pid):
+        return [found for child in Processes.children(pid) for found in [child, *Processes.descendants(child)]]
+
+    @staticmethod
+    def is_zygote(pid):
+        return b"zygote.main" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+
+    @staticmethod
+    def state(pid):
+        """The state letter of a process, or None when there is none."""
+        try:
+            return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+
+    @staticmethod
+    def runs(pid):
+        return Processes.state(pid) not in (None, "Z")
+
+    @staticmethod
+    def eventually(condition, seconds=10.0):
+        """Whether `condition()` becomes true within `seconds`."""
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit:
+            if condition():
+                return True
+            time.sleep(0.02)
+        return condition()
+
+    @staticmethod
+    def zygotes():
+        """Pids of the zygotes that this process owns."""
+        return [child for child in Processes.children(os.getpid()) if Processes.is_zygote(child)]
+
+
+@pytest.fixture(scope="session")
+def processes():
+    return Processes

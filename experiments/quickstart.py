@@ -5,6 +5,8 @@
 Numbers: see docs/algorithms.md.
 """
 
+import dataclasses
+
 from rstar_jax.config import DataConfig, EvaluationConfig, ModelConfig, RolloutConfig, RunConfig, StageConfig, TrainingConfig
 
 TITLE = "A small agent learns to answer with the Python tool"
@@ -24,23 +26,25 @@ def config() -> RunConfig:
     rl = StageConfig(
         name="rl1",
         kind="rl",
-        steps=20,
+        steps=24,
         learning_rate=5e-4,
         prompts_per_step=16,
         group=16,
         keep=8,
+        updates_per_rollout=2,
         max_turns=3,
         max_response_tokens=80,
     )
     return RunConfig(
         name="quickstart",
-        model=ModelConfig(),
+        model=ModelConfig(vocab_size=512, num_layers=3, d_model=96, d_ff=288, num_heads=3, num_kv_heads=3, head_dim=32),
         stages=(
-            StageConfig("sft", "sft", 448, learning_rate=5e-3, optimizer="muon", schedule="cosine", warmup_steps=20, rows_per_step=32),
+            StageConfig("sft", "sft", 576, learning_rate=1e-2, optimizer="muon", schedule="cosine", warmup_steps=24, rows_per_step=16),
             rl,
+            dataclasses.replace(rl, name="rl2", max_turns=4, max_response_tokens=96, reset_optimizer=False),
         ),
-        rollout=RolloutConfig(slots=128, prompt_buckets=(40,), max_prompt_tokens=40, extend_buckets=(24,)),
+        rollout=RolloutConfig(slots=128, prompt_buckets=(32,), max_prompt_tokens=32, extend_buckets=(24,)),
         training=TrainingConfig(buckets=(64, 80, 128), microbatch_tokens=4096, save_every=50),
         evaluation=EvaluationConfig(problems=512),
-        data=DataConfig(),
+        data=DataConfig(demonstrations=8192),
     )

@@ -77,7 +77,8 @@ class MeshConfig:
     def validate(self) -> None:
         sizes = (self.data, self.fsdp, self.tensor)
         if sum(s == -1 for s in sizes) > 1 or any(s < 1 and s != -1 for s in sizes):
-            raise UserError(f"mesh sizes {sizes}: each must be positive, and at most one may be -1")
+            named = ", ".join(f"mesh.{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
+            raise UserError(f"{named}: each must be positive, and at most one may be -1")
 
 
 @dataclasses.dataclass(frozen=True)

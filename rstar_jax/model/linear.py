@@ -6,6 +6,7 @@ Shape legend: B batch, T length, D model width, F output features.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import flax.linen as nn
 import jax
@@ -19,6 +20,13 @@ def scaled_normal() -> Initializer:
     return nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
+def parameter(
+    module: nn.Module, name: str, initializer: Initializer, axes: tuple[str, ...], shape: tuple[int, ...], dtype: str
+) -> jax.Array:
+    """A parameter of `module` whose axes bear logical names (boxed only while it is initialised)."""
+    return cast(jax.Array, module.param(name, nn.with_partitioning(initializer, axes), shape, jnp.dtype(dtype)))
+
+
 class Linear(nn.Module):
     """y = x W + b with W stored [in, out]; `axes` are the logical names of W's two axes."""
 
@@ -30,11 +38,9 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        shape = (x.shape[-1], self.features)
-        kernel = self.param("kernel", nn.with_partitioning(scaled_normal(), self.axes), shape, jnp.dtype(self.param_dtype))
+        kernel = parameter(self, "kernel", scaled_normal(), self.axes, (x.shape[-1], self.features), self.param_dtype)
         y = x @ kernel.astype(self.dtype)
         if self.use_bias:
-            zeros = nn.with_partitioning(nn.initializers.zeros_init(), self.axes[1:])
-            bias = self.param("bias", zeros, (self.features,), jnp.dtype(self.param_dtype))
+            bias = parameter(self, "bias", nn.initializers.zeros_init(), self.axes[1:], (self.features,), self.param_dtype)
             y = y + bias.astype(self.dtype)
         return y

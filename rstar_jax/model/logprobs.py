@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from rstar_jax.config import ModelConfig
 from rstar_jax.model import qwen
-from rstar_jax.types import TrainBatch
+from rstar_jax.types import Array, TrainBatch
 
 
 def _chunk(
@@ -26,8 +26,8 @@ def _chunk(
 def token_logprobs(
     params: qwen.Params,
     config: ModelConfig,
-    hidden_btd: jax.Array,
-    targets_bt: jax.Array,
+    hidden_btd: Array,
+    targets_bt: Array,
     *,
     temperature: float | jax.Array = 1.0,
     chunk: int | None = None,
@@ -40,7 +40,7 @@ def token_logprobs(
     chunk = chunk or config.logprob_chunk
     batch, length, width = hidden_btd.shape
     count = batch * length
-    hidden_nd, targets_n = hidden_btd.reshape(count, width), targets_bt.reshape(count)
+    hidden_nd, targets_n = jnp.asarray(hidden_btd).reshape(count, width), jnp.asarray(targets_bt).reshape(count)
     scale = jnp.asarray(temperature, jnp.float32)
     if count <= chunk:
         logp_n, entropy_n = _chunk(params, config, hidden_nd, targets_n, scale)

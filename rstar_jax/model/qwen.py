@@ -9,7 +9,7 @@ Shape legend: B rows, T tokens, D model width, H query heads, K key/value heads,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 from rstar_jax.config import ModelConfig
 from rstar_jax.model import kv_cache
 from rstar_jax.model.attention import cached_mask, causal_mask, dense_attention, rope
-from rstar_jax.model.linear import Linear
+from rstar_jax.model.linear import Linear, parameter
 from rstar_jax.model.sharding import constrain
+from rstar_jax.types import Array
 
 Params = Mapping[str, Any]
 
@@ -33,8 +34,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        ones = nn.with_partitioning(nn.initializers.ones_init(), ("norm",))
-        scale = self.param("scale", ones, (x.shape[-1],), jnp.dtype(self.param_dtype))
+        scale = parameter(self, "scale", nn.initializers.ones_init(), ("norm",), (x.shape[-1],), self.param_dtype)
         x32 = x.astype(jnp.float32)
         x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.epsilon)
         return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
@@ -57,15 +57,17 @@ class Block(nn.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
         c = self.config
         batch, length, _ = x_btd.shape
-        kinds = {"dtype": c.dtype, "param_dtype": c.param_dtype}
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(c.norm_eps, c.param_dtype, name=name)
 
+        def linear(name: str, features: int, axes: tuple[str, str], use_bias: bool = False) -> Linear:
+            return Linear(features, axes, use_bias, c.dtype, c.param_dtype, name=name)
+
         h_btd = norm("attention_norm")(x_btd)
-        q = Linear(c.num_heads * c.head_dim, ("embed", "heads"), c.qkv_bias, **kinds, name="q")(h_btd)
-        k = Linear(c.num_kv_heads * c.head_dim, ("embed", "kv_heads"), c.qkv_bias, **kinds, name="k")(h_btd)
-        v = Linear(c.num_kv_heads * c.head_dim, ("embed", "kv_heads"), c.qkv_bias, **kinds, name="v")(h_btd)
+        q = linear("q", c.num_heads * c.head_dim, ("embed", "heads"), c.qkv_bias)(h_btd)
+        k = linear("k", c.num_kv_heads * c.head_dim, ("embed", "kv_heads"), c.qkv_bias)(h_btd)
+        v = linear("v", c.num_kv_heads * c.head_dim, ("embed", "kv_heads"), c.qkv_bias)(h_btd)
         q_bthd = q.reshape(batch, length, c.num_heads, c.head_dim)
         k_btkd = k.reshape(batch, length, c.num_kv_heads, c.head_dim)
         v_btkd = v.reshape(batch, length, c.num_kv_heads, c.head_dim)
@@ -82,12 +84,12 @@ class Block(nn.Module):
             layer_cache = (cache_k, cache_v)
             k_bkcd, v_bkcd = layer_cache if slots_b is None else (cache_k[slots_b], cache_v[slots_b])
         attended = dense_attention(q_bthd, k_bkcd, v_bkcd, mask_btc).reshape(batch, length, -1)
-        x_btd = x_btd + Linear(c.d_model, ("heads", "embed"), **kinds, name="o")(attended)
+        x_btd = x_btd + linear("o", c.d_model, ("heads", "embed"))(attended)
 
         h_btd = norm("mlp_norm")(x_btd)
-        gate = Linear(c.d_ff, ("embed", "mlp"), **kinds, name="gate")(h_btd)
-        up = Linear(c.d_ff, ("embed", "mlp"), **kinds, name="up")(h_btd)
-        x_btd = x_btd + Linear(c.d_model, ("mlp", "embed"), **kinds, name="down")(jax.nn.silu(gate) * up)
+        gate = linear("gate", c.d_ff, ("embed", "mlp"))(h_btd)
+        up = linear("up", c.d_ff, ("embed", "mlp"))(h_btd)
+        x_btd = x_btd + linear("down", c.d_model, ("mlp", "embed"))(jax.nn.silu(gate) * up)
         return x_btd, layer_cache
 
 
@@ -98,11 +100,11 @@ class Ends(nn.Module):
 
     def setup(self) -> None:
         c = self.config
-        normal = nn.with_partitioning(nn.initializers.normal(0.02), ("vocab", "embed"))
-        self.embedding = self.param("embedding", normal, (c.vocab_size, c.d_model), jnp.dtype(c.param_dtype))
+        normal, axes, shape = nn.initializers.normal(0.02), ("vocab", "embed"), (c.vocab_size, c.d_model)
+        self.embedding = parameter(self, "embedding", normal, axes, shape, c.param_dtype)
         self.final_norm = RMSNorm(c.norm_eps, c.param_dtype)
         if not c.tie_embeddings:
-            self.head = self.param("head", normal, (c.vocab_size, c.d_model), jnp.dtype(c.param_dtype))
+            self.head = parameter(self, "head", normal, axes, shape, c.param_dtype)
 
     def __call__(self, tokens_bt: jax.Array) -> jax.Array:
         return self.logits(self.normalize(self.embed(tokens_bt)))
@@ -159,6 +161,10 @@ def unstack_layers(params: Params) -> Params:
     return {"ends": params["ends"], "layers": layers}
 
 
+def _ends(params: Params, config: ModelConfig, method: str, x: Array) -> jax.Array:
+    return cast(jax.Array, Ends(config).apply({"params": params["ends"]}, x, method=method))
+
+
 _REMAT = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -168,11 +174,11 @@ _REMAT = {
 def forward(
     params: Params,
     config: ModelConfig,
-    tokens_bt: jax.Array,
-    positions_bt: jax.Array,
-    segments_bt: jax.Array,
+    tokens_bt: Array,
+    positions_bt: Array,
+    segments_bt: Array,
     cache: kv_cache.Cache | None = None,
-    slots_b: jax.Array | None = None,
+    slots_b: Array | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, kv_cache.Cache | None]:
     """Hidden states [B, T, D] after the final norm, and the updated cache.
@@ -182,9 +188,10 @@ def forward(
     slot. `params["layers"]` may be stacked (scanned) or a tuple of layers (walked); a cache needs the latter.
     """
     block = Block(config)
+    tokens_bt, positions_bt, segments_bt = map(jnp.asarray, (tokens_bt, positions_bt, segments_bt))
     valid_bt = segments_bt > 0
     mask_btc = causal_mask(segments_bt) if cache is None else cached_mask(positions_bt, cache[0][0].shape[2])
-    x_btd = Ends(config).apply({"params": params["ends"]}, tokens_bt, method="embed")
+    x_btd = _ends(params, config, "embed", tokens_bt)
     x_btd = constrain(x_btd, mesh, ("batch", None, None))
 
     def apply(layer: Any, x: jax.Array, layer_cache: Any) -> Any:
@@ -208,9 +215,9 @@ def forward(
         if config.remat != "none":
             step = jax.checkpoint(step, policy=_REMAT[config.remat], prevent_cse=False)
         x_btd, _ = jax.lax.scan(step, x_btd, layers)
-    return Ends(config).apply({"params": params["ends"]}, x_btd, method="normalize"), cache
+    return _ends(params, config, "normalize", x_btd), cache
 
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:
     """Float32 logits [..., V] of hidden states [..., D]."""
-    return Ends(config).apply({"params": params["ends"]}, hidden, method="logits")
+    return _ends(params, config, "logits", hidden)

@@ -24,7 +24,7 @@ from rstar_jax.rewards.similarity import step_reward
 from rstar_jax.rollout.collect import collect
 from rstar_jax.storage.trajectories import trajectory_record, write_trajectories
 from rstar_jax.tools.python_tool import NAME
-from rstar_jax.training.batching import Row, microbatches, trajectory_row
+from rstar_jax.training.batching import Row, microbatch_shapes, microbatches, trajectory_row
 from rstar_jax.training.optimizer import learning_rate
 from rstar_jax.training.state import TrainState
 from rstar_jax.training.update import Update
@@ -146,6 +146,9 @@ async def rl_stage(run: Run, stage: StageConfig, update: Update, state: TrainSta
 
     await run.load_engine(state.params)
     await run.on_device(run.engine.warm_up)
+    trainer_old = training.old_logprobs == "trainer"
+    shapes = microbatch_shapes(training.buckets, training.microbatch_tokens, nominal_rows, update.shards)
+    await run.on_device(update.warm_up, state, shapes, trainer_old)
     run.progress.start(stage.name, stage.steps, run.position.stage_step)
     for step in range(run.position.stage_step, stage.steps):
         watch = Stopwatch()
@@ -169,7 +172,7 @@ async def rl_stage(run: Run, stage: StageConfig, update: Update, state: TrainSta
                 )
                 for part in rows
             ]
-            state, means = await run.on_device(update.steps, state, batches, training.old_logprobs == "trainer")
+            state, means = await run.on_device(update.steps, state, batches, trainer_old)
         updates = int(state.updates)
         run.advance(index, step + 1, consumed)
         metrics = step_metrics(groups, live, dropped, stage) | means | {"learning_rate": float(rate(step * stage.updates_per_rollout))}

@@ -11,7 +11,7 @@ from rstar_jax.config import StageConfig
 from rstar_jax.data import dialogues
 from rstar_jax.recipes.run import Run, Stopwatch, demonstrations, tool_schemas
 from rstar_jax.tools.python_tool import NAME
-from rstar_jax.training.batching import Row, microbatches
+from rstar_jax.training.batching import Row, microbatch_shapes, microbatches
 from rstar_jax.training.optimizer import learning_rate
 from rstar_jax.training.state import TrainState
 from rstar_jax.training.update import Update
@@ -49,6 +49,9 @@ async def sft_stage(run: Run, stage: StageConfig, update: Update, state: TrainSt
     order = BatchOrder([len(e) for e in encoded], stage.rows_per_step, config.seed)
     rate = learning_rate(stage, config.training)
     index = run.position.stage
+    training = config.training
+    shapes = microbatch_shapes(training.buckets, training.microbatch_tokens, stage.rows_per_step, update.shards)
+    await run.on_device(update.warm_up, state, shapes, False)
 
     run.progress.start(stage.name, stage.steps, run.position.stage_step)
     for step in range(run.position.stage_step, stage.steps):
@@ -56,8 +59,8 @@ async def sft_stage(run: Run, stage: StageConfig, update: Update, state: TrainSt
         with watch("step"):
             batches = microbatches(
                 [rows[i] for i in order[step]],
-                buckets=config.training.buckets,
-                microbatch_tokens=config.training.microbatch_tokens,
+                buckets=training.buckets,
+                microbatch_tokens=training.microbatch_tokens,
                 nominal_rows=stage.rows_per_step,
                 shards=update.shards,
                 pad_id=run.tokenizer.pad_id,

@@ -40,7 +40,7 @@ async def run_stages(config: RunConfig, workdir: pathlib.Path, progress: Progres
                 continue
             if index > run.position.stage:
                 run.position = dataclasses.replace(run.position, stage=index, stage_step=0, consumed=0)
-                state = await run.on_device(next_stage_state, config, index, state)
+                state = await run.on_device(next_stage_state, run, index, state)
             if run.position.stage_step >= stage.steps:
                 continue
             temperature = 1.0 if stage.kind == "sft" else stage.temperature
@@ -66,12 +66,12 @@ def start_state(run: Run) -> TrainState:
     return TrainState(params, optimizer, updates)
 
 
-def next_stage_state(config: RunConfig, index: int, state: TrainState) -> TrainState:
+def next_stage_state(run: Run, index: int, state: TrainState) -> TrainState:
     """The state in which stage `index` begins: the same parameters, and a fresh optimiser unless the stage keeps the old one."""
-    stage = config.stages[index]
+    stage = run.config.stages[index]
     if not stage.reset_optimizer:
         return state
-    return with_optimizer(state.params, make_optimizer(stage, config.training), state.updates)
+    return with_optimizer(state.params, make_optimizer(stage, run.config.training), state.updates, run.mesh)
 
 
 def final_metrics(rows: list[MetricsRow]) -> dict[str, Mapping[str, float]]:

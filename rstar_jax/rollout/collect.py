@@ -44,7 +44,4 @@ async def collect(
                     tasks.create_task(one(i, j))
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from group
-    return [
-        Group(problem, *zip(*(results[i, j] for j in range(samples)), strict=True))  # type: ignore[arg-type]
-        for i, problem in enumerate(problems)
-    ]
+    return [Group(problem, *zip(*(results[i, j] for j in range(samples)), strict=True)) for i, problem in enumerate(problems)]

@@ -30,12 +30,12 @@ class DecodeState:
     """Everything that the device remembers of the slots."""
 
     cache: kv_cache.Cache  # per layer (k, v) [S, K, C, D]
-    length_s: Array  # int32 [S], tokens in the cache
-    last_token_s: Array  # int32 [S], the token at position `length`, not yet in the cache
-    active_s: Array  # bool [S], True while a slot is sampling
-    remaining_s: Array  # int32 [S], tokens that the slot may still sample in this turn
-    key_s: Array  # uint32 [S, 2], the trajectory's random key
-    temperature_s: Array  # float32 [S], 0 for greedy
+    length_s: jax.Array  # int32 [S], tokens in the cache
+    last_token_s: jax.Array  # int32 [S], the token at position `length`, not yet in the cache
+    active_s: jax.Array  # bool [S], True while a slot is sampling
+    remaining_s: jax.Array  # int32 [S], tokens that the slot may still sample in this turn
+    key_s: jax.Array  # uint32 [S, 2], the trajectory's random key
+    temperature_s: jax.Array  # float32 [S], 0 for greedy
 
 
 @functools.partial(jax.jit, static_argnames=("config", "slots", "capacity", "mesh"))
@@ -114,6 +114,21 @@ def sample(logits_sv: jax.Array, temperature_s: jax.Array, key_s: jax.Array, pos
     return token_s.astype(jnp.int32), jnp.take_along_axis(log_p_sv, token_s[:, None], axis=-1)[:, 0]
 
 
+def _continue(
+    params: qwen.Params,
+    config: ModelConfig,
+    tokens: Array,
+    positions: Array,
+    segments: Array,
+    cache: kv_cache.Cache,
+    slots: Array | None = None,
+) -> tuple[jax.Array, kv_cache.Cache]:
+    """`qwen.forward` with a cache, which then always returns one."""
+    hidden, cache_or_none = qwen.forward(params, config, tokens, positions, segments, cache, slots)
+    assert cache_or_none is not None
+    return hidden, cache_or_none
+
+
 @functools.partial(jax.jit, static_argnames=("config", "mesh"))
 def prefill(params: qwen.Params, config: ModelConfig, tokens_np: Array, count_n: Array, mesh: Mesh | None = None) -> kv_cache.Cache:
     """Cache rows [N, K, P, D] of N fresh prompts of `count_n` tokens each, padded to P."""
@@ -121,8 +136,7 @@ def prefill(params: qwen.Params, config: ModelConfig, tokens_np: Array, count_n:
     positions_np = jnp.broadcast_to(jnp.arange(length), (rows, length))
     segments_np = (positions_np < count_n[:, None]).astype(jnp.int32)
     cache = kv_cache.empty_cache(config, rows, length)
-    _, cache = qwen.forward(params, config, tokens_np, positions_np, segments_np, cache)  # type: ignore[assignment]
-    return cache
+    return _continue(params, config, tokens_np, positions_np, segments_np, cache)[1]
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
@@ -179,7 +193,7 @@ def extend(
     offset = jnp.arange(length)
     positions_mp = state.length_s[jnp.minimum(slots_m, slots - 1)][:, None] + offset
     segments_mp = (offset < count_m[:, None]).astype(jnp.int32)
-    _, cache = qwen.forward(params, config, tokens_mp, positions_mp, segments_mp, state.cache, slots_m)
+    _, cache = _continue(params, config, tokens_mp, positions_mp, segments_mp, state.cache, slots_m)
     return pin(
         dataclasses.replace(
             state,
@@ -219,7 +233,7 @@ def decode_chunk(
     def step(carry: tuple) -> tuple:
         i, state, (tokens, logps, emitted) = carry
         active = state.active_s
-        hidden, cache = qwen.forward(
+        hidden, cache = _continue(
             params, config, state.last_token_s[:, None], state.length_s[:, None], active[:, None].astype(jnp.int32), state.cache
         )
         logits_sv = qwen.logits(params, config, hidden[:, 0])

@@ -40,6 +40,16 @@ def rows_per_microbatch(length: int, microbatch_tokens: int, nominal_rows: int, 
     return max(shards, wanted // shards * shards) if wanted >= shards else shards
 
 
+def microbatch_shapes(buckets: Sequence[int], microbatch_tokens: int, nominal_rows: int, shards: int) -> tuple[tuple[int, int], ...]:
+    """Every shape [rows, tokens] that `microbatches` can give."""
+    return tuple((rows_per_microbatch(bucket, microbatch_tokens, nominal_rows, shards), bucket) for bucket in buckets)
+
+
+def dead_microbatch(rows: int, tokens: int) -> TrainBatch:
+    """A microbatch that weighs nothing."""
+    return _stack([], tokens, rows, 0)
+
+
 def microbatches(
     rows: Sequence[Row],
     *,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rstar_jax.config import ModelConfig
 from rstar_jax.model import qwen
@@ -32,11 +32,18 @@ def param_shardings(model: ModelConfig, mesh: Mesh) -> Any:
 
 
 def init_state(model: ModelConfig, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh) -> TrainState:
-    """Fresh parameters, created in their shards; the optimiser's moments inherit their parameters' shards."""
+    """Fresh parameters, created in their shards, with a fresh optimiser state."""
     make = jax.jit(qwen.init, static_argnums=0, out_shardings=param_shardings(model, mesh))
-    return with_optimizer(make(model, jax.random.key(seed)), optimizer, jnp.zeros((), jnp.int32))
+    return with_optimizer(make(model, jax.random.key(seed)), optimizer, jnp.zeros((), jnp.int32), mesh)
 
 
-def with_optimizer(params: qwen.Params, optimizer: optax.GradientTransformation, updates: Array) -> TrainState:
-    """The same parameters with a fresh optimiser state (a stage that resets it)."""
-    return TrainState(params, jax.jit(optimizer.init)(params), updates)
+def with_optimizer(params: qwen.Params, optimizer: optax.GradientTransformation, updates: Array, mesh: Mesh) -> TrainState:
+    """The same parameters with a fresh optimiser state (a stage that resets it). Its moments lie in their parameters' shards, its
+    counters on every device, so that the first update's program is every update's."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+
+    def settle(x: jax.Array) -> jax.Array:
+        return x if isinstance(x.sharding, NamedSharding) and x.ndim else jax.device_put(x, replicated)
+
+    state = TrainState(params, jax.jit(optimizer.init)(params), updates)
+    return jax.tree.map(settle, state)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rstar_jax.algorithms import objectives, sft
 from rstar_jax.config import ModelConfig, StageConfig
 from rstar_jax.model.logprobs import score
+from rstar_jax.training.batching import dead_microbatch
 from rstar_jax.training.state import TrainState
 from rstar_jax.types import Array, Sums, TrainBatch
 
@@ -77,9 +78,10 @@ class Update:
         self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
         self._score = jax.jit(functools.partial(_score, model=model, temperature=temperature, mesh=mesh))
         measure = functools.partial(_measure, model=model, loss=loss, temperature=temperature, mesh=mesh)
+        self._measure = measure
         self._add = jax.jit(lambda params, batch, so_far: _add(so_far, measure(params, batch)), donate_argnums=2)
-        self._zeros = jax.jit(lambda params, batch: _zeros(params, jax.eval_shape(measure, params, batch)))
-        self._apply = jax.jit(functools.partial(_apply, optimizer=optimizer), donate_argnums=(0, 1))
+        self._nothing: Callable[[Any], Accumulated] | None = None
+        self._apply = jax.jit(functools.partial(_apply, optimizer=optimizer), donate_argnums=0)
 
     def place(self, batch: TrainBatch) -> TrainBatch:
         """The batch on the devices, rows over data and fsdp: the one crossing from host to device."""
@@ -107,7 +109,8 @@ class Update:
         total: Sums | None = None
         gap: dict[str, float] = {}
         for batches in placed:
-            state, sums, maxima = self(state, batches)
+            state, *measured = self(state, batches)
+            sums, maxima = jax.device_get(measured)
             if total is None:
                 gap = {name: float(value) for name, value in maxima.items()}
                 gap["logp_gap_mean"] = sums.means()["logp_gap_mean"]
@@ -117,10 +120,25 @@ class Update:
     def __call__(self, state: TrainState, batches: Sequence[TrainBatch]) -> tuple[TrainState, Sums, dict[str, Array]]:
         if not batches:
             raise ValueError("an update needs at least one microbatch")
-        so_far = self._zeros(state.params, batches[0])
+        return self._apply(state, self.accumulate(state, batches))
+
+    def accumulate(self, state: TrainState, batches: Sequence[TrainBatch]) -> Accumulated:
+        """What the microbatches add up to, before any division."""
+        if self._nothing is None:
+            shapes = jax.eval_shape(self._measure, state.params, batches[0])
+            self._nothing = jax.jit(lambda params: _zeros(params, shapes))
+        so_far = self._nothing(state.params)
         for batch in batches:
             so_far = self._add(state.params, batch, so_far)
-        return self._apply(state, so_far)
+        return so_far
+
+    def warm_up(self, state: TrainState, shapes: Sequence[tuple[int, int]], trainer_old: bool) -> None:
+        """Compile the programs of all microbatch shapes [rows, tokens] on dead rows; the first update compiles the optimiser's."""
+        for rows, tokens in shapes:
+            batch = self.place(dead_microbatch(rows, tokens))
+            self.accumulate(state, [batch])
+            if trainer_old:
+                self.score(state, batch)
 
     def compiled_programs(self) -> int:
         """How many programs exist by now (a run's warm-up makes them all)."""
@@ -136,7 +154,7 @@ def _measure(params: Any, batch: TrainBatch, *, model: ModelConfig, loss: LossFn
     def numerator(params: Any) -> tuple[jax.Array, tuple[Sums, Array, Array]]:
         logp, entropy = score(params, model, batch, temperature, mesh)
         sums = loss(logp, entropy, batch)
-        return sums.values["loss"], (sums, logp, entropy)
+        return jnp.asarray(sums.values["loss"]), (sums, logp, entropy)
 
     gradients, (sums, logp, entropy) = jax.grad(numerator, has_aux=True)(params)
     trainable = batch.trainable_bt

@@ -144,7 +144,7 @@ def test_another_number_of_slots_samples_the_same_tokens(params, device, referen
         np.testing.assert_allclose(rolled.logps, reference[job].logps, atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2), (4, 1, 2)])
+@pytest.mark.parametrize("sizes", [(8, 1, 1), (2, 2, 2)])
 def test_eight_devices_sample_the_same_tokens_as_one(params, device, reference, sizes):
     mesh = make_mesh(MeshConfig(*sizes))
     other = asyncio.run(everyone(make_engine(params, device, mesh=mesh)))

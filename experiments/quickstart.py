@@ -7,7 +7,16 @@ Numbers: see docs/algorithms.md.
 
 import dataclasses
 
-from rstar_jax.config import DataConfig, EvaluationConfig, ModelConfig, RolloutConfig, RunConfig, StageConfig, TrainingConfig
+from rstar_jax.config import (
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    StageConfig,
+    TextConfig,
+    TrainingConfig,
+)
 
 TITLE = "A small agent learns to answer with the Python tool"
 SHOWS = (
@@ -43,6 +52,7 @@ def config() -> RunConfig:
             rl,
             dataclasses.replace(rl, name="rl2", max_turns=4, max_response_tokens=96, reset_optimizer=False),
         ),
+        text=TextConfig(tokenizer="toy", chat="compact"),
         rollout=RolloutConfig(slots=128, prompt_buckets=(32,), max_prompt_tokens=32, extend_buckets=(24,)),
         training=TrainingConfig(buckets=(64, 80, 128), microbatch_tokens=4096, save_every=50),
         evaluation=EvaluationConfig(problems=512),

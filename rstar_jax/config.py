@@ -86,7 +86,7 @@ class TextConfig:
     """`tokenizer`: `toy` (trained on the run's own data) or a directory with tokenizer.json. `chat`: the chat format."""
 
     tokenizer: str = "toy"
-    chat: str = "compact"
+    chat: str = "rstar2"
     turn_separator: str = "rstar2"
 
     def validate(self) -> None:
@@ -184,13 +184,12 @@ class DataConfig:
     source: str = "arithmetic"
     seed: int = 0  # of the generator and of shuffles; the run's seed is added
     demonstrations: int = 8192
-    problems: int = 16384
     experts: int = 2048
     no_tool: float = 0.08  # share of demonstrations that answer without calling the tool
     broken_call: float = 0.45  # share that begin with a call that fails
 
     def validate(self) -> None:
-        _at_least("data", self, 1, "demonstrations", "problems", "experts")
+        _at_least("data", self, 1, "demonstrations", "experts")
         for field in ("no_tool", "broken_call"):
             if not 0 <= getattr(self, field) <= 1:
                 raise UserError(f"data.{field}={getattr(self, field)} is a share: between 0 and 1")
@@ -223,6 +222,7 @@ class StageConfig:
     max_parallel_calls: int = 1
     temperature: float = 1.0
     # objective
+    objective: str | None = None  # a name in training.update.OBJECTIVES; None: the kind's own
     updates_per_rollout: int = 1
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -234,8 +234,7 @@ class StageConfig:
     # srl
     filter_std: float = 0.05
     similarity_unit: str = "char"
-    target_steps: str = "all"
-    give_step_title: bool = False
+    target_steps: str = "first_n_minus_1"
 
     def validate(self) -> None:
         where = f"stages.{self.name}"
@@ -331,11 +330,11 @@ class RunConfig:
         return cls(content["name"], stages, content["seed"], **sections)
 
     def identity(self) -> dict[str, Any]:
-        """What makes two runs the same run: everything but the mesh, the evaluation's and checkpoints' cadence of printing, and
-        the number of steps of the last stage (unless its learning rate depends on it)."""
+        """What makes two runs the same run: everything but the mesh, when and how many checkpoints are kept, and the number of
+        steps of the last stage (unless its learning rate depends on it)."""
         identity = json.loads(json.dumps(self.to_dict()))
         del identity["mesh"]
-        del identity["training"]["keep_checkpoints"]
+        del identity["training"]["keep_checkpoints"], identity["training"]["save_every"]
         if self.stages[-1].schedule == "constant":
             del identity["stages"][-1]["steps"]
         return identity

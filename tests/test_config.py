@@ -63,7 +63,7 @@ def test_configurations_are_hashable_and_survive_json():
 
 
 def test_identity_leaves_out_what_may_differ_on_resume():
-    same = apply_overrides(RUN, ["mesh=fsdp", "training.keep_checkpoints=9", "stages.rl.steps=70"])
+    same = apply_overrides(RUN, ["mesh=fsdp", "training.keep_checkpoints=9", "training.save_every=3", "stages.rl.steps=70"])
     assert same.identity() == RUN.identity()
     longer_first = apply_overrides(RUN, ["stages.sft.steps=6"])
     cosine = apply_overrides(RUN, ["stages.rl.schedule=cosine"])

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rstar_jax.data.synthetic import Demonstration, Step
+from rstar_jax.data.synthetic import Call, Demonstration, Step
 from rstar_jax.text.chat import ChatFormat
+from rstar_jax.tools.formatting import format_result
 from rstar_jax.types import Problem, Tokenizer
 
 
@@ -24,10 +25,19 @@ class Encoded:
         return len(self.ids)
 
 
+def action_pieces(step: Step, chat: ChatFormat, tool_name: str) -> list[str]:
+    """What the assistant does in one turn: a tool call, or the final answer."""
+    return chat.call_text(step.code, tool_name) if isinstance(step, Call) else chat.final_answer(step.text)
+
+
 def turn_pieces(step: Step, chat: ChatFormat, tool_name: str) -> list[str]:
     """What the assistant writes in one turn, up to its stop token."""
-    body = chat.final_answer(step.output) if step.code is None else chat.call_text(step.code, tool_name)
-    return [*chat.reason(step.thought), *body, chat.end_of_turn]
+    return [*chat.reason(step.thought), *action_pieces(step, chat, tool_name), chat.end_of_turn]
+
+
+def answer_pieces(step: Step, chat: ChatFormat) -> list[str]:
+    """What the tool's answer adds to the dialogue: nothing after a final answer."""
+    return chat.tool_turn([format_result(step.result, style=chat.tool_style)]) if isinstance(step, Call) else []
 
 
 def encode_demonstration(
@@ -41,8 +51,7 @@ def encode_demonstration(
     blocks = [(tokenizer.encode(chat.prompt(demonstration.problem.question, schemas)), False)]
     for step in demonstration.steps:
         blocks.append((tokenizer.encode(turn_pieces(step, chat, tool_name)), True))
-        if step.code is not None:
-            blocks.append((tokenizer.encode(chat.tool_turn([step.output])), False))
+        blocks.append((tokenizer.encode(answer_pieces(step, chat)), False))
     ids = np.concatenate([np.asarray(block, np.int32) for block, _ in blocks])
     trainable = np.concatenate([np.full(len(block), mine) for block, mine in blocks])
     return Encoded(ids, trainable)
@@ -61,19 +70,16 @@ def step_problems(
     pieces = list(chat.prompt(expert.problem.question, schemas))
     problems = []
     for k, step in enumerate(steps):
-        body = chat.final_answer(step.output) if step.code is None else chat.call_text(step.code, tool_name)
         if k in chosen[target_steps]:
             problems.append(
                 dataclasses.replace(
                     expert.problem,
                     id=f"{expert.problem.id}/step{k + 1}",
-                    expert=("".join(body),),
+                    expert=("".join(action_pieces(step, chat, tool_name)),),
                     metadata={"prompt_pieces": tuple(pieces)},
                 )
             )
-        pieces += turn_pieces(step, chat, tool_name)
-        if step.code is not None:
-            pieces += chat.tool_turn([step.output])
+        pieces += [*turn_pieces(step, chat, tool_name), *answer_pieces(step, chat)]
     return problems
 
 
@@ -83,8 +89,6 @@ def training_texts(demonstrations: Sequence[Demonstration], chat: ChatFormat, to
     for demonstration in demonstrations:
         pieces = list(chat.prompt(demonstration.problem.question, ()))
         for step in demonstration.steps:
-            pieces += turn_pieces(step, chat, tool_name)
-            if step.code is not None:
-                pieces += chat.tool_turn([step.output])
+            pieces += [*turn_pieces(step, chat, tool_name), *answer_pieces(step, chat)]
         texts.append("".join(pieces))
     return texts

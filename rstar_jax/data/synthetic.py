@@ -11,11 +11,13 @@ import contextlib
 import dataclasses
 import hashlib
 import io
+import linecache
 from collections.abc import Callable
 
 import numpy as np
 
-from rstar_jax.types import Problem
+from rstar_jax.tools.child import FILENAME, execute, traceback_text
+from rstar_jax.types import Problem, ToolResult, ToolStatus
 
 HELD_OUT_SHARE = 8  # one question in eight is held out
 
@@ -32,12 +34,23 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
-    """One assistant turn of a demonstration: a thought, then code for the tool with its output, or (code None) the answer."""
+class Call:
+    """An assistant turn that calls the tool: a thought, the code, and what the tool answers."""
 
     thought: str
-    code: str | None
-    output: str
+    code: str
+    result: ToolResult
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The assistant's last turn: a thought and the answer."""
+
+    thought: str
+    text: str
+
+
+Step = Call | Answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,20 +169,24 @@ FAMILIES: dict[str, tuple[Callable[[np.random.Generator], Task], float]] = {
 """Each family's generator, and how often a demonstrator writes its right code."""
 
 
-def run_template(code: str) -> str:
-    """What the tool shows for code of this module's own templates (one line of output, or the error's last line).
+def run_template(code: str) -> ToolResult:
+    """What the tool answers to code of this module's own templates.
 
     Only for these templates: code that a model wrote runs in the tool, in a process of its own. That both agree is a test.
     """
     out = io.StringIO()
+    linecache.cache[FILENAME] = (len(code), None, code.splitlines(keepends=True), FILENAME)
     try:
         with contextlib.redirect_stdout(out):
-            exec(compile(code, "<template>", "exec"), {})
-    except SyntaxError as error:
-        return f"SyntaxError: {error.msg}"
-    except (NameError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return out.getvalue().rstrip("\n")
+            execute(code, {})
+    except (SyntaxError, NameError, TypeError) as error:
+        return ToolResult(ToolStatus.ERROR, stdout=out.getvalue(), stderr=traceback_text(error), exit_code=1)
+    return ToolResult(ToolStatus.OK, stdout=out.getvalue(), exit_code=0)
+
+
+def output_of(code: str) -> str:
+    """What the code of a template prints, without the final newline."""
+    return run_template(code).stdout.rstrip("\n")
 
 
 def held_out(question: str) -> bool:
@@ -192,7 +209,7 @@ def _stream(seed: int, split: str, index: int) -> np.random.Generator:
 
 
 def _problem(task: Task, name: str, expert: tuple[str, ...] = ()) -> Problem:
-    return Problem(name, task.question, run_template(task.code), task.family, expert)
+    return Problem(name, task.question, output_of(task.code), task.family, expert)
 
 
 class ArithmeticProblems:
@@ -223,15 +240,14 @@ def demonstration(seed: int, index: int, no_tool: float, broken_call: float) -> 
     problem = _problem(task, f"demonstration:{seed}:{index}")
     right = rng.random() < FAMILIES[task.family][1]
     if rng.random() < no_tool:
-        return Demonstration(problem, (Step(task.thought, None, problem.answer or ""),))
-    steps = []
+        return Demonstration(problem, (Answer(task.thought, problem.answer or ""),))
+    steps: list[Step] = []
     code = task.code if right else task.wrong
     if rng.random() < broken_call:
         broken = _broken(rng, code)
-        steps.append(Step(task.thought, broken, run_template(broken)))
-    output = run_template(code)
-    steps.append(Step(task.thought, code, output))
-    steps.append(Step("done", None, output))
+        steps.append(Call(task.thought, broken, run_template(broken)))
+    steps.append(Call(task.thought, code, run_template(code)))
+    steps.append(Answer("done", output_of(code)))
     return Demonstration(problem, tuple(steps))
 
 
@@ -239,5 +255,4 @@ def expert(seed: int, index: int) -> Demonstration:
     """Expert solution `index`: the right code at once, then the answer."""
     task = _task(_stream(seed, "expert", index), evaluation=False)
     problem = _problem(task, f"expert:{seed}:{index}")
-    output = run_template(task.code)
-    return Demonstration(problem, (Step(task.thought, task.code, output), Step("done", None, output)))
+    return Demonstration(problem, (Call(task.thought, task.code, run_template(task.code)), Answer("done", output_of(task.code))))

@@ -19,6 +19,7 @@ from rstar_jax.algorithms.srl import keep_group
 from rstar_jax.config import RunConfig, StageConfig
 from rstar_jax.data import dialogues, synthetic
 from rstar_jax.data.sources import problem_source
+from rstar_jax.recipes.evaluate import evaluate_run
 from rstar_jax.recipes.run import Run, Stopwatch, tool_schemas
 from rstar_jax.rewards.similarity import step_reward
 from rstar_jax.rollout.collect import collect
@@ -69,7 +70,7 @@ class StepSimilarity:
     async def __call__(self, problem: Problem, trajectory: Trajectory) -> Verdict:
         turn = trajectory.turns[-1]
         return step_reward(
-            turn.text.removesuffix(self._run.chat.end_of_turn),
+            self._run.chat.forced_opening + turn.text.removesuffix(self._run.chat.end_of_turn),
             problem.expert,
             unit=self._stage.similarity_unit,
             encode=lambda text: self._run.tokenizer.encode([text]),
@@ -177,10 +178,15 @@ async def rl_stage(run: Run, stage: StageConfig, update: Update, state: TrainSta
         run.advance(index, step + 1, consumed)
         metrics = step_metrics(groups, live, dropped, stage) | means | {"learning_rate": float(rate(step * stage.updates_per_rollout))}
         metrics |= {"updates": float(updates)} | _engine_metrics(before, run.engine.counters)
+        if not live:
+            reasons = ", ".join(f"{count} {name}" for name, count in dropped.items())
+            run.progress.say(f"{stage.name} step {step + 1}: none of {len(groups)} groups has contrast ({reasons}); no update")
         run.log("train", metrics, {**watch.seconds, **_throughput(metrics, watch.seconds)})
         if step % RECORD_EVERY == 0 or step + 1 == stage.steps:
             record(run, stage, step + 1, groups, chosen)
         run.progress.step({"reward": metrics["reward"], "tool_errors": metrics["tool_error_share"]})
+        if config.evaluation.every and step + 1 < stage.steps and (step + 1) % config.evaluation.every == 0:
+            await evaluate_run(run, state)
         if run.save_due(stage):
             await run.save(state)
     run.progress.stop()

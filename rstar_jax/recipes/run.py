@@ -32,7 +32,7 @@ from rstar_jax.text.tokenizer import FastTokenizer, load_tokenizer, train_tokeni
 from rstar_jax.tools.pool import ToolPool
 from rstar_jax.tools.python_tool import NAME, SCHEMA, PythonTool
 from rstar_jax.training.state import TrainState
-from rstar_jax.types import Tool, UserError
+from rstar_jax.types import Reward, Tool, UserError
 
 Result = TypeVar("Result")
 
@@ -49,7 +49,7 @@ class Run:
     chat: ChatFormat
     tokenizer: FastTokenizer
     tools: Mapping[str, Tool]
-    reward: MathReward
+    reward: Reward
     engine: SlotEngine
     device: concurrent.futures.Executor
     metrics: MetricsWriter
@@ -148,11 +148,11 @@ def read_config(workdir: pathlib.Path) -> RunConfig:
 
 
 @contextlib.asynccontextmanager
-async def open_tools(config: RunConfig, progress: Progress) -> AsyncIterator[tuple[Mapping[str, Tool], MathReward]]:
+async def open_tools(config: RunConfig, progress: Progress) -> AsyncIterator[tuple[Mapping[str, Tool], Reward]]:
     """The Python tool and the outcome reward, with the processes behind them."""
     async with ToolPool(config.tool) as pool, Verifier() as verifier:
         progress.say(f"python tool: {pool.isolation}")
-        tool = PythonTool(pool, style="plain" if config.text.chat == "compact" else "rstar2")
+        tool = PythonTool(pool, style=chat_format(config.text).tool_style)
         yield {NAME: tool}, MathReward(verifier)
 
 

@@ -30,6 +30,8 @@ async def run_stages(config: RunConfig, workdir: pathlib.Path, progress: Progres
     The order within a step is: update, metrics row, checkpoint; at a stage's end: evaluation row, checkpoint. So whatever a
     checkpoint stands for is on disk before it, and what lies behind the last checkpoint is done again, to the same bits.
     """
+    for stage in config.stages:
+        loss_function(stage)  # a name that is not known ends the run here, not after the stages before it
     async with open_run(config, workdir, progress) as run:
         state = await run.on_device(start_state, run)
         if run.position.global_step:

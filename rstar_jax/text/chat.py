@@ -78,11 +78,13 @@ def _control(template: str) -> list[str]:
 class ChatFormat(abc.ABC):
     """What the two formats share. `call_syntax`: how the body of a tool call is written (see `tool_calls`). `turn_separator`:
     what follows the model's `<|im_end|>`: nothing (`rstar2`, as the public code trains) or a newline (`template`, as the
-    Hugging Face template renders a history). Training and inference must use the same."""
+    Hugging Face template renders a history). Training and inference must use the same. `tool_style`: how a tool's result is shown
+    (see `tools.formatting`)."""
 
     name: str
     call_syntax: str
     forced_opening: str
+    tool_style: str
     turn_separator: str = "rstar2"
     reasoning_tags: tuple[str, str] = ("<reason>", "</reason>")
     end_of_turn: Marker = TURN_END
@@ -192,8 +194,8 @@ class CompactFormat(ChatFormat):
 
 
 CHAT_FORMATS: dict[str, ChatFormat] = {
-    "rstar2": RStar2Format(name="rstar2", call_syntax="json", forced_opening="<reason>"),
-    "compact": CompactFormat(name="compact", call_syntax="code", forced_opening=""),
+    "rstar2": RStar2Format(name="rstar2", call_syntax="json", forced_opening="<reason>", tool_style="rstar2"),
+    "compact": CompactFormat(name="compact", call_syntax="code", forced_opening="", tool_style="plain"),
 }
 
 

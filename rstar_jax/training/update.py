@@ -21,7 +21,7 @@ from rstar_jax.config import ModelConfig, StageConfig
 from rstar_jax.model.logprobs import score
 from rstar_jax.training.batching import dead_microbatch
 from rstar_jax.training.state import TrainState
-from rstar_jax.types import Array, Sums, TrainBatch
+from rstar_jax.types import Array, Sums, TrainBatch, UserError
 
 LossFn = Callable[[Array, Array, TrainBatch], Sums]
 """(log-probs [B, T], entropies [B, T], batch) -> sums, with the loss to be minimised under "loss"."""
@@ -38,15 +38,18 @@ class Accumulated:
 
 
 def loss_function(stage: StageConfig) -> LossFn:
-    """The stage's objective as a function of log-probs; a new objective is one more case here (see docs/extending.md)."""
-    return LOSSES[stage.kind](stage)
+    """The stage's objective as a function of log-probs. Raises `UserError` for a name that is not in `OBJECTIVES`."""
+    name = stage.objective or KIND_OBJECTIVES[stage.kind]
+    if name not in OBJECTIVES:
+        raise UserError(f"stages.{stage.name}.objective={name!r} is not known; choose one of {', '.join(OBJECTIVES)}")
+    return OBJECTIVES[name](stage)
 
 
 def _sft(stage: StageConfig) -> LossFn:
     return lambda logp, entropy, batch: sft.sft_loss(logp, batch.trainable_bt, aggregation=stage.loss_aggregation)
 
 
-def _policy(stage: StageConfig) -> LossFn:
+def _clip_higher(stage: StageConfig) -> LossFn:
     def loss(logp: Array, entropy: Array, batch: TrainBatch) -> Sums:
         return objectives.policy_loss(
             logp,
@@ -62,7 +65,11 @@ def _policy(stage: StageConfig) -> LossFn:
     return loss
 
 
-LOSSES: dict[str, Callable[[StageConfig], LossFn]] = {"sft": _sft, "srl": _policy, "rl": _policy}
+OBJECTIVES: dict[str, Callable[[StageConfig], LossFn]] = {"sft": _sft, "clip_higher": _clip_higher}
+"""Objectives by name (`stages.NAME.objective`); a new one is one more entry (see docs/extending.md)."""
+
+KIND_OBJECTIVES = {"sft": "sft", "srl": "clip_higher", "rl": "clip_higher"}
+"""What a stage optimises when it names no objective."""
 
 
 class Update:

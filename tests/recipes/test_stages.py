@@ -72,7 +72,8 @@ def test_every_stage_trains_evaluates_and_ends(quick):
     kinds = [(row.stage, row.kind) for row in rows]
     for stage in config.stages:
         assert kinds.count((stage.name, "train")) == stage.steps
-        assert kinds.count((stage.name, "evaluation")) == kinds.count((stage.name, "stage_end")) == 1
+        assert kinds.count((stage.name, "stage_end")) == 1
+    assert [(row.stage, row.step) for row in rows if row.kind == "evaluation"] == [("sft", 20), ("rl1", 2), ("rl1", 3), ("rl2", 2)]
     assert [row.global_step for row in rows if row.kind == "train"] == list(range(1, 26))
     losses = [row.metrics["loss"] for row in rows if row.stage == "sft" and row.kind == "train"]
     assert np.mean(losses[-3:]) < losses[0] - 1
@@ -109,11 +110,13 @@ def test_groups_are_conserved_and_the_report_is_written(quick):
     assert json.loads((workdir / "config.json").read_text())["identity"] == config.identity()
 
 
-def test_srl_goes_from_expert_steps_to_outcomes(tmp_path):
+def test_srl_goes_from_expert_steps_to_outcomes_and_uniform_groups_end_no_run(tmp_path):
+    """DAPO#22, verl#876: when every group is uniform, sampling is bounded, nothing is updated and the step counts."""
     kept = [o for o in tiny.OVERRIDES if not o.startswith("stages.rl")]
     more = [
         "stages.sft.steps=3", "stages.srl.steps=2", "stages.srl.prompts_per_step=4", "stages.srl.group=4", "stages.srl.keep=4",
-        "stages.rl.steps=1", "stages.rl.prompts_per_step=4", "stages.rl.group=4", "stages.rl.keep=2", "data.experts=64",
+        "stages.rl.steps=1", "stages.rl.refill=bounded", "stages.rl.prompts_per_step=4", "stages.rl.group=4", "stages.rl.keep=2",
+        "data.experts=64",
     ]  # fmt: skip
     rows, _ = run(apply_overrides(quickstart_srl.config(), [*kept, *more]), tmp_path / "run")
     srl = [row.metrics for row in rows if row.stage == "srl" and row.kind == "train"]
@@ -122,3 +125,6 @@ def test_srl_goes_from_expert_steps_to_outcomes(tmp_path):
     assert all(-1 <= m["reward"] <= 1 and 0 <= m["format_error_share"] <= 1 for m in srl)
     assert all(4 <= m["groups"] <= 12 for m in srl)
     assert [row.stage for row in rows if row.kind == "stage_end"] == ["sft", "srl", "rl"]
+    (rl,) = [row.metrics for row in rows if row.stage == "rl" and row.kind == "train"]
+    assert rl["groups"] == rl["dropped/uniform_reward"] == 12 and rl["live_share"] == 0
+    assert "loss" not in rl and rl["updates"] == srl[-1]["updates"]

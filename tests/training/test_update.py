@@ -15,6 +15,7 @@ from rstar_jax.training.batching import Row, microbatch_shapes, microbatches
 from rstar_jax.training.optimizer import learning_rate, make_optimizer
 from rstar_jax.training.state import init_state
 from rstar_jax.training.update import Update, loss_function
+from rstar_jax.types import UserError
 
 MODEL = ModelConfig(vocab_size=64, num_layers=2, d_model=16, d_ff=32, num_heads=4, num_kv_heads=2, head_dim=8)
 TRAINING = TrainingConfig(clip_norm=1e9)
@@ -185,3 +186,8 @@ def test_schedules():
     assert [float(constant(i)) for i in (0, 1, 4, 100)] == pytest.approx([0.0, 0.0025, 0.01, 0.01])
     cosine = learning_rate(dataclasses.replace(RL, schedule="cosine", steps=50, updates_per_rollout=2), TRAINING)
     assert [float(cosine(i)) for i in (0, 50, 100)] == pytest.approx([0.01, 0.0055, 0.001])
+
+
+def test_an_unknown_objective_is_named_with_the_known_ones():
+    with pytest.raises(UserError, match="stages.rl.objective='dpo' is not known; choose one of sft, clip_higher"):
+        loss_function(dataclasses.replace(RL, objective="dpo"))

@@ -3,36 +3,58 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from absl import flags
 
 from launch import cli
-from rstar_jax.types import UserError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a trained run.")
+MODEL = flags.DEFINE_string("model", None, "Directory of a Hugging Face checkpoint, instead of --workdir.")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.", lower_bound=0.0)
 MAX_TURNS = flags.DEFINE_integer("max_turns", 8, "Assistant turns per question.", lower_bound=1)
 MAX_RESPONSE_TOKENS = flags.DEFINE_integer("max_response_tokens", None, "Tokens after the prompt; default: the run's.", lower_bound=1)
-MAX_PROMPT_TOKENS = flags.DEFINE_integer("max_prompt_tokens", 512, "Tokens of a question.", lower_bound=1)
+MAX_PROMPT_TOKENS = flags.DEFINE_integer("max_prompt_tokens", 512, "Tokens of a prompt.", lower_bound=1)
 SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
 
 
-async def converse(workdir: pathlib.Path) -> None:
-    """Read questions until the end of input."""
-    from rstar_jax.recipes import inference
+def questions() -> Iterator[str]:
+    """The lines of standard input that are not blank. Bytes that are no text are replaced."""
+    sys.stdin.reconfigure(errors="replace")
+    interactive = sys.stdin.isatty()
+    while True:
+        if interactive:
+            print("you>   ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def main(argv: Sequence[str]) -> None:
+    """Validate, then talk until the end of input."""
+    del argv
+    workdir = cli.trained_directory(WORKDIR.value, MODEL.value)
+    from rstar_jax.recipes import inference, run
     from rstar_jax.recipes.progress import Progress
     from rstar_jax.rollout.agent import Budget
-    from rstar_jax.types import Problem, SampleKey, Sampling, Trajectory
+    from rstar_jax.types import Finish, Problem, SampleKey, Sampling, Trajectory
 
+    run.configure_jax()
     trained = inference.load_trained(workdir)
     stage = trained.stage
-    response = MAX_RESPONSE_TOKENS.value or stage.max_response_tokens
-    prompt_limit = MAX_PROMPT_TOKENS.value
-    budget = Budget(prompt_limit, response, MAX_TURNS.value, stage.max_tool_output_tokens, stage.max_parallel_calls)
+    limit, response = MAX_PROMPT_TOKENS.value, MAX_RESPONSE_TOKENS.value or stage.max_response_tokens
+    budget = Budget(limit, response, MAX_TURNS.value, stage.max_tool_output_tokens, stage.max_parallel_calls)
+    endings = {
+        Finish.LENGTH: f"the answer was cut at --max_response_tokens={response}",
+        Finish.TURNS: f"the last of --max_turns={budget.max_turns} turns asked for the tool",
+        Finish.OBSERVATION: f"the tool's answer does not fit in --max_response_tokens={response}",
+        Finish.FAILED: "the tool could not be run",
+    }
 
     def watch(trajectory: Trajectory) -> None:
         turn = trajectory.turns[-1]
@@ -42,36 +64,25 @@ async def converse(workdir: pathlib.Path) -> None:
             for call in turn.calls:
                 print(f"tool>  [{call.status}] {call.shown}", flush=True)
 
-    async with inference.open_agent(trained, budget, slots=1, longest_prompt=prompt_limit, use_tools=True, progress=Progress()) as (
-        agent,
-        _,
-    ):
-        agent = dataclasses.replace(agent, watch=watch)
-        interactive = sys.stdin.isatty()
-        for number in range(1 << 31):
-            if interactive:
-                print("you>   ", end="", flush=True)
-            line = await asyncio.to_thread(sys.stdin.readline)
-            if not line:
-                return
-            question = line.strip()
-            if not question:
-                continue
-            try:
-                await agent.run(Problem(f"chat:{number}", question), SampleKey(SEED.value, 0, number, 0), Sampling(TEMPERATURE.value))
-            except UserError as error:
-                print(f"error: {error}")
-
-
-def main(argv: Sequence[str]) -> None:
-    """Validate, then talk."""
-    del argv
-    if not WORKDIR.value:
-        raise UserError("--workdir is missing: give the directory of a trained run")
-    from rstar_jax.recipes.run import configure_jax
-
-    configure_jax()
-    asyncio.run(converse(pathlib.Path(WORKDIR.value)))
+    # Between questions no event loop runs: nothing is going on then, and Ctrl-C ends the waiting for a line at once.
+    with asyncio.Runner() as runner:
+        stack = contextlib.AsyncExitStack()
+        opening = inference.open_agent(trained, budget, slots=1, longest_prompt=limit, use_tools=True, progress=Progress())
+        try:
+            agent, _ = runner.run(stack.enter_async_context(opening))
+            agent = dataclasses.replace(agent, watch=watch)
+            for number, question in enumerate(questions()):
+                problem = Problem(f"question {number + 1}", question)
+                length = len(inference.prompt_ids(trained, problem, use_tools=True))
+                if length > limit:
+                    cli.say_error(f"the question makes a prompt of {length} tokens, more than --max_prompt_tokens={limit}")
+                    continue
+                key, sampling = SampleKey(SEED.value, 0, number, 0), Sampling(TEMPERATURE.value)
+                trajectory = runner.run(agent.run(problem, key, sampling))
+                if trajectory.finish in endings:
+                    print(f"[{endings[trajectory.finish]}]", flush=True)
+        finally:
+            runner.run(stack.aclose())
 
 
 if __name__ == "__main__":

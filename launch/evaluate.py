@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 
 from absl import flags
 
 from launch import cli
+from rstar_jax.data.readers import ReadResult, find_dataset, read_problems
 from rstar_jax.types import UserError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a trained run.")
+MODEL = flags.DEFINE_string("model", None, "Directory of a Hugging Face checkpoint, instead of --workdir.")
 DATASET = flags.DEFINE_string("dataset", None, "A .jsonl or .parquet file, or a name to be found in --data_dir.")
 DATA_DIR = flags.DEFINE_string("data_dir", None, "Where named datasets are.")
 LIMIT = flags.DEFINE_integer("limit", None, "Take the first so many problems.", lower_bound=1)
@@ -27,30 +31,24 @@ SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
 OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results; default: evaluations/NAME.json in the run's directory.")
 
 SHOWN_SKIPPED = 5
+SETTINGS = ("samples", "temperature", "max_turns", "max_response_tokens", "max_prompt_tokens", "tools", "seed", "limit")
 
 
 def main(argv: Sequence[str]) -> None:
     """Validate, evaluate, print the table."""
     del argv
-    if not WORKDIR.value:
-        raise UserError("--workdir is missing: give the directory of a trained run")
     if not DATASET.value:
         raise UserError("--dataset is missing: give a .jsonl or .parquet file, or a name in --data_dir")
-    from rstar_jax.data.readers import find_dataset, read_problems
-
-    path = find_dataset(DATASET.value, DATA_DIR.value)
-    rows = read_problems(path, limit=LIMIT.value)
-    for row in rows.skipped[:SHOWN_SKIPPED]:
-        print(f"skipped line {row.line}: {row.reason}")
-    if len(rows.skipped) > SHOWN_SKIPPED:
-        print(f"skipped {len(rows.skipped) - SHOWN_SKIPPED} more rows")
-    from rstar_jax.algorithms.evaluation import summarize
+    workdir = cli.trained_directory(WORKDIR.value, MODEL.value)
+    path, rows = read_dataset()
+    output = pathlib.Path(OUTPUT.value) if OUTPUT.value else workdir / "evaluations" / f"{path.stem}.json"
+    cli.check_writable(output)
+    from rstar_jax.algorithms.evaluation import summarize  # takes seconds: imported only when there is work to do
     from rstar_jax.recipes import inference, run
     from rstar_jax.recipes.progress import Progress
-    from rstar_jax.storage.metrics import json_line, write_atomically
+    from rstar_jax.storage.metrics import finite_or_name, write_atomically
 
     run.configure_jax()
-    workdir = pathlib.Path(WORKDIR.value)
     trained = inference.load_trained(workdir)
     result = asyncio.run(
         inference.evaluate_dataset(
@@ -69,23 +67,43 @@ def main(argv: Sequence[str]) -> None:
     )
     summary = summarize(result.groups)
     summary |= {"skipped_rows": float(len(rows.skipped)), "too_long": float(result.too_long)}
-    print(table(path.name, summary, SAMPLES.value))
-    output = pathlib.Path(OUTPUT.value) if OUTPUT.value else workdir / "evaluations" / f"{path.stem}.json"
-    settings = {flag: flags.FLAGS[flag].value for flag in ("samples", "temperature", "max_turns", "tools", "seed", "limit")}
-    content = {"dataset": path.name, "global_step": trained.position.global_step, "settings": settings, "metrics": summary}
-    write_atomically(output, [json.dumps(json.loads(json_line(content)), indent=1).encode()])
+    print(table(path.name, len(result.groups), SAMPLES.value, summary))
+    content = {
+        "dataset": path.name,
+        "global_step": trained.position.global_step,
+        "settings": {flag: flags.FLAGS[flag].value for flag in SETTINGS},
+        "metrics": summary,
+        "skipped": [dataclasses.asdict(row) for row in rows.skipped],
+    }
+    write_atomically(output, [json.dumps(finite_or_name(content), indent=1, allow_nan=False).encode()])
     print(f"results: {output}")
 
 
-def table(name: str, summary: Mapping[str, float], samples: int) -> str:
-    """The numbers of an evaluation, one a line."""
-    lines = [f"{name}: {summary['problems']:.0f} problems x {samples} samples"]
-    interval = f"[{summary['accuracy_low']:.4f}, {summary['accuracy_high']:.4f}]"
-    lines.append(f"{'avg@' + str(samples):<32}{summary['accuracy']:>10.4f}  95 % {interval}")
-    shown = [key for key in summary if key.startswith("pass@") and not key.endswith("_problems")]
-    shown += ["response_length", "turns", "tool_calls", "tool_error_rate", "tool_error_share", "unknown"]
-    shown += [key for key in summary if key.startswith("finish/")] + ["skipped_rows", "too_long"]
-    return "\n".join(lines + [f"{key:<32}{summary[key]:>10.4f}" for key in shown])
+def read_dataset() -> tuple[pathlib.Path, ReadResult]:
+    """The file that --dataset names and its problems; rows that are none are named."""
+    path = find_dataset(DATASET.value, DATA_DIR.value)
+    rows = read_problems(path, limit=LIMIT.value)
+    for row in rows.skipped[:SHOWN_SKIPPED]:
+        print(f"skipped line {row.line}: {row.reason}")
+    if len(rows.skipped) > SHOWN_SKIPPED:
+        print(f"skipped {len(rows.skipped) - SHOWN_SKIPPED} more rows")
+    return path, rows
+
+
+def table(name: str, tried: int, samples: int, summary: Mapping[str, float]) -> str:
+    """The numbers of an evaluation, one a line; `-` stands for a mean of nothing."""
+    lines = [f"{name}: {tried} problem{'s' * (tried != 1)}, {samples} sample{'s' * (samples != 1)} each"]
+    interval = "" if math.isnan(summary["accuracy"]) else f"  95 % [{summary['accuracy_low']:.4f}, {summary['accuracy_high']:.4f}]"
+    lines.append(f"{f'avg@{samples}':<20}{_cell(summary['accuracy'], 4)}{interval}")
+    means = [key for key in summary if key.startswith("pass@") and not key.endswith("_problems")]
+    means += ["response_length", "turns", "tool_calls", "tool_error_rate", "tool_error_share"]
+    counts = ["unknown", *(key for key in summary if key.startswith("finish/")), "skipped_rows", "too_long"]
+    lines += [f"{key:<20}{_cell(summary[key], 4)}" for key in means]
+    return "\n".join(lines + [f"{key:<20}{_cell(summary[key], 0)}" for key in counts])
+
+
+def _cell(value: float, digits: int) -> str:
+    return f"{'-':>10}" if math.isnan(value) else f"{value:>10.{digits}f}"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from absl import flags
 
 from launch import cli
-from rstar_jax.storage import report
 from rstar_jax.types import UserError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of the run.")
@@ -22,6 +21,8 @@ def main(argv: Sequence[str]) -> None:
     del argv
     if not WORKDIR.value:
         raise UserError("--workdir is missing: give the directory of a run")
+    from rstar_jax.storage import report  # draws figures: imported only when there is one to draw
+
     print(f"report: {report.write_report(WORKDIR.value, OUTPUT.value, COMPARE.value)}")
 
 

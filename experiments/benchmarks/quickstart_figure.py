@@ -40,10 +40,12 @@ def draw(axes: Axes, rows: Sequence[MetricsRow], name: str, title: str) -> None:
         bars = (low, high)
     axes.errorbar(where, values, yerr=bars, fmt="o", color="#1f4e79", capsize=3, label="held-out questions")
     for x, value, row in zip(where, values, evaluations, strict=True):
-        axes.annotate(f"after {row.stage}: {value:.2f}", (x, value), textcoords="offset points", xytext=(6, -13), fontsize=8)
+        label = f"after {row.stage}: {value:.3f}"
+        above = value < 0.1 * max(values)
+        axes.annotate(label, (x, value), textcoords="offset points", xytext=(5, 8 if above else -14), fontsize=8)
     axes.set_title(title, fontsize=10)
     axes.set_xlabel("RL step")
-    axes.set_xlim(-1, where[-1] + 9)
+    axes.set_xlim(-1, 1.35 * where[-1])
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, frameon=False)

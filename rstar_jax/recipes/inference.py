@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from rstar_jax.config import RunConfig, StageConfig
@@ -15,7 +15,7 @@ from rstar_jax.model import qwen
 from rstar_jax.model.sharding import make_mesh
 from rstar_jax.recipes.evaluate import evaluate, widest_budget
 from rstar_jax.recipes.progress import Progress
-from rstar_jax.recipes.run import make_tokenizer, open_tools, read_config
+from rstar_jax.recipes.run import make_tokenizer, open_tools, read_config, tool_schemas
 from rstar_jax.rollout.agent import Agent, Budget
 from rstar_jax.rollout.engine import SlotEngine, rollout_params
 from rstar_jax.storage.checkpoint import Checkpoints, Position
@@ -61,7 +61,8 @@ def load_trained(workdir: pathlib.Path) -> Trained:
 async def open_agent(
     trained: Trained, budget: Budget, *, slots: int, longest_prompt: int, use_tools: bool, progress: Progress
 ) -> AsyncIterator[tuple[Agent, Reward]]:
-    """A running agent with slots for prompts of up to `longest_prompt` tokens and the budget's responses."""
+    """A running agent with slots for prompts of up to `longest_prompt` tokens (and up to the next bucket's end) and the budget's
+    responses."""
     config = trained.config
     buckets = [SMALLEST_BUCKET]
     while buckets[-1] < longest_prompt:
@@ -73,7 +74,7 @@ async def open_agent(
     with concurrent.futures.ThreadPoolExecutor(1, "device") as device:
         async with open_tools(config, progress) as (tools, reward):
             shown: Mapping[str, Tool] = tools if use_tools else {}
-            capacity = longest_prompt + budget.max_response_tokens
+            capacity = buckets[-1] + budget.max_response_tokens  # prompts of another length compile nothing new
             engine = SlotEngine(config.model, rollout, capacity=capacity, stop_ids=trained.tokenizer.stop_ids, device=device, mesh=mesh)
             version = trained.position.global_step
             device.submit(lambda: engine.load(rollout_params(trained.params, config.model, mesh), version)).result()
@@ -104,15 +105,16 @@ async def evaluate_dataset(
     progress: Progress,
 ) -> DatasetEvaluation:
     """Evaluate on the problems that were read. Slots are sized for the longest prompt; `max_prompt_tokens` leaves longer ones
-    out, and counts them. Raises `UserError` when none is left."""
+    out, and counts them. Without tools an agent has one turn. Raises `UserError` when no problem is left."""
     stage = trained.stage
-    budget = Budget(2**31 - 1, max_response_tokens, max_turns, stage.max_tool_output_tokens, stage.max_parallel_calls)
-    lengths = [len(prompt_ids(trained, problem)) for problem in rows.problems]
+    lengths = [len(prompt_ids(trained, problem, use_tools=use_tools)) for problem in rows.problems]
     limit = max_prompt_tokens or max(lengths)
     problems = [problem for problem, length in zip(rows.problems, lengths, strict=True) if length <= limit]
     if not problems:
         raise UserError(f"every prompt is longer than --max_prompt_tokens={limit} (the shortest has {min(lengths)} tokens)")
     longest = max(length for length in lengths if length <= limit)
+    turns = max_turns if use_tools else 1
+    budget = Budget(longest, max_response_tokens, turns, stage.max_tool_output_tokens, stage.max_parallel_calls)
     slots = min(slots, len(problems) * samples)
     progress.start("evaluate", len(problems) * samples)
     right = done = 0
@@ -132,6 +134,7 @@ async def evaluate_dataset(
     return DatasetEvaluation(groups, len(rows.problems) - len(problems))
 
 
-def prompt_ids(trained: Trained, problem: Problem, schemas: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-    """Ids of a problem's prompt in the run's chat format."""
+def prompt_ids(trained: Trained, problem: Problem, *, use_tools: bool) -> list[int]:
+    """Ids of a problem's prompt in the run's chat format, which may announce the tools: what the agent will open its slot with."""
+    schemas = tool_schemas(trained.chat) if use_tools else ()
     return trained.tokenizer.encode(trained.chat.prompt(problem.question, schemas))

@@ -41,7 +41,7 @@ LABELS = {
 }
 MAIN_CURVES = ("reward", "loss", "response_length", "tool_calls", "tool_error_share", "entropy", "logp_gap_max")
 PER_KIND = ("loss", "grad_norm")  # another quantity in SFT than in RL: never on one axis
-SHARES = ("accuracy", "share", "pass@", "fraction")
+SHARES = ("accuracy", "share", "pass@", "fraction", "error_rate")
 HEADLINES = ("sampled/accuracy", "greedy/accuracy", "accuracy")
 SUMMARY_KEYS = ("title", "shows", "does_not_show")
 
@@ -158,7 +158,8 @@ def number(name: str, value: float) -> str:
     """A share as a percentage, anything else with four digits."""
     if not math.isfinite(value):
         return str(value)
-    return f"{100 * value:.1f} %" if any(part in name for part in SHARES) else f"{value:.4g}"
+    share = any(part in name for part in SHARES) and not name.endswith("_problems")
+    return f"{100 * value:.1f} %" if share else f"{value:.4g}"
 
 
 def _span(name: str, interval: tuple[float, float] | None) -> str:

@@ -11,6 +11,7 @@ from rstar_jax.storage.report import (
     headline,
     load_run,
     load_runs,
+    number,
     progress,
     write_report,
 )
@@ -227,3 +228,10 @@ def test_a_directory_without_a_run_or_with_broken_files_is_one_line(run_director
         (run_directory / "config.json").write_text(text)
         with pytest.raises(UserError, match=words):
             build_report(run_directory)
+
+
+def test_shares_are_percentages_and_counts_are_not():
+    assert number("sampled/pass@4", 0.25) == "25.0 %"
+    assert number("sampled/pass@4_problems", 512.0) == "512"
+    assert number("greedy/tool_error_rate", 0.031) == "3.1 %"
+    assert number("learning_rate", 0.0005) == "0.0005"

@@ -48,7 +48,7 @@ def config() -> RunConfig:
         name="quickstart",
         model=ModelConfig(vocab_size=512, num_layers=3, d_model=96, d_ff=288, num_heads=3, num_kv_heads=3, head_dim=32),
         stages=(
-            StageConfig("sft", "sft", 768, learning_rate=1e-2, optimizer="muon", schedule="cosine", warmup_steps=24, rows_per_step=16),
+            StageConfig("sft", "sft", 576, learning_rate=1e-2, optimizer="muon", schedule="cosine", warmup_steps=24, rows_per_step=16),
             rl,
             dataclasses.replace(rl, name="rl2", max_turns=4, max_response_tokens=96, reset_optimizer=False),
         ),
@@ -56,5 +56,5 @@ def config() -> RunConfig:
         rollout=RolloutConfig(slots=128, prompt_buckets=(32,), max_prompt_tokens=32, extend_buckets=(24,)),
         training=TrainingConfig(buckets=(64, 80, 128), microbatch_tokens=4096, save_every=50),
         evaluation=EvaluationConfig(problems=512),
-        data=DataConfig(demonstrations=12288),
+        data=DataConfig(demonstrations=8192),
     )

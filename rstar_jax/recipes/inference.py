@@ -48,7 +48,7 @@ def load_trained(workdir: pathlib.Path) -> Trained:
     directory = workdir / "checkpoints"
     if not directory.is_dir():
         raise UserError(f"{workdir} has no checkpoint yet; train it first")
-    with Checkpoints(directory, config.training.keep_checkpoints) as checkpoints:
+    with Checkpoints(directory, config.training.keep_checkpoints, read_only=True) as checkpoints:
         position = checkpoints.latest()
         if position is None:
             raise UserError(f"{workdir} has no complete checkpoint yet; train it for longer")

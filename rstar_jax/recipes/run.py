@@ -19,6 +19,8 @@ from jax.sharding import Mesh
 
 from rstar_jax.config import ModelConfig, RunConfig, StageConfig, differences
 from rstar_jax.data import dialogues, synthetic
+from rstar_jax.data.readers import read_problems
+from rstar_jax.data.sources import evaluation_problems
 from rstar_jax.model.sharding import check_divisible, make_mesh
 from rstar_jax.recipes.progress import Progress
 from rstar_jax.rewards.math_answer import MathReward
@@ -118,19 +120,39 @@ def make_tokenizer(config: RunConfig, chat: ChatFormat, workdir: pathlib.Path | 
     return train_tokenizer(dialogues.training_texts(demonstrations(small), chat, NAME), config.model.vocab_size)
 
 
-def prepare_workdir(config: RunConfig, workdir: pathlib.Path) -> None:
-    """Create the directory, or check that the run in it is this one. Raises `UserError` before anything is changed."""
+def check_workdir(config: RunConfig, workdir: pathlib.Path) -> None:
+    """Raises `UserError` unless `workdir` is new, empty, or holds a run of this configuration. Changes nothing."""
     file = workdir / "config.json"
     if file.is_file():
-        try:
-            old = json.loads(file.read_text())["identity"]
-        except (ValueError, KeyError) as error:
-            raise UserError(f"{file} cannot be read ({error}); it was written by something else, use another --workdir") from None
-        changed = differences(old, config.identity())
+        identity = _saved_config(file).get("identity")
+        if not isinstance(identity, dict):
+            raise UserError(f"{file} is not the configuration of a run; use another --workdir")
+        changed = differences(identity, config.identity())
         if changed:
             raise UserError(f"{workdir} holds a run of another configuration ({'; '.join(changed)}); use another --workdir")
-    elif workdir.is_dir() and any(workdir.iterdir()):
+    elif workdir.is_dir() and any(not path.name.startswith(".config.json.") for path in workdir.iterdir()):  # one cut short
         raise UserError(f"{workdir} is not empty and holds no run; use an empty or a new directory as --workdir")
+
+
+def check_problems(config: RunConfig, chat: ChatFormat, tokenizer: FastTokenizer) -> None:
+    """Raises `UserError` when the training file cannot be used or a prompt is over the budget: now, not hours into the run.
+    Generated training problems have no end; the held-out ones, of the same families, stand for them."""
+    problems = evaluation_problems(config.data, config.evaluation.problems)
+    if config.data.source != "arithmetic":
+        problems = problems + read_problems(config.data.source).problems
+    lengths = [len(tokenizer.encode(chat.prompt(problem.question, tool_schemas(chat)))) for problem in problems]
+    limit = config.rollout.max_prompt_tokens
+    over = sum(length > limit for length in lengths)
+    if over:
+        raise UserError(
+            f"{over} of {len(lengths)} prompts are longer than rollout.max_prompt_tokens={limit} (the longest has {max(lengths)} "
+            "tokens); raise it, or leave long problems out of data.source"
+        )
+
+
+def write_config(config: RunConfig, workdir: pathlib.Path) -> None:
+    """Create the directory with the run's configuration. Raises `UserError` when it cannot be written."""
+    file = workdir / "config.json"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         content = {**config.to_dict(), "identity": config.identity()}
@@ -144,7 +166,20 @@ def read_config(workdir: pathlib.Path) -> RunConfig:
     file = workdir / "config.json"
     if not file.is_file():
         raise UserError(f"{workdir} holds no run (config.json is missing); give the --workdir of launch.train")
-    return RunConfig.from_dict(json.loads(file.read_text()))
+    try:
+        return RunConfig.from_dict(_saved_config(file))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is not the configuration of a run ({error!r})") from None
+
+
+def _saved_config(file: pathlib.Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as the configuration of a run ({error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is not the configuration of a run: it holds no object")
+    return content
 
 
 @contextlib.asynccontextmanager
@@ -162,19 +197,21 @@ async def open_run(config: RunConfig, workdir: pathlib.Path, progress: Progress)
     mesh = make_mesh(config.mesh)
     check_divisible(config.model, mesh)
     chat = chat_format(config.text)
-    prepare_workdir(config, workdir)
+    check_workdir(config, workdir)
     tokenizer = make_tokenizer(config, chat, workdir)
     check_vocabulary(config.model, tokenizer)
-    tokenizer.save(workdir / "tokenizer")
+    check_problems(config, chat, tokenizer)
     async with contextlib.AsyncExitStack() as stack:
         device = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1, "device"))
+        engine = SlotEngine(
+            config.model, config.rollout, capacity=config.capacity, stop_ids=tokenizer.stop_ids, device=device, mesh=mesh
+        )
+        write_config(config, workdir)  # all that can be refused has been: from here on the directory holds a run
+        tokenizer.save(workdir / "tokenizer")
         checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", config.training.keep_checkpoints))
         position = checkpoints.latest() or Position()
         metrics = stack.enter_context(MetricsWriter(workdir, resume_after=position.global_step if position.global_step else None))
         tools, reward = await stack.enter_async_context(open_tools(config, progress))
-        engine = SlotEngine(
-            config.model, config.rollout, capacity=config.capacity, stop_ids=tokenizer.stop_ids, device=device, mesh=mesh
-        )
         yield Run(config, workdir, mesh, chat, tokenizer, tools, reward, engine, device, metrics, checkpoints, progress, position)
 
 

@@ -28,10 +28,11 @@ class Checkpoints:
     """The checkpoints of one run, labelled by global step; the newest `keep` are kept.
 
     Saving returns as soon as the state is copied to the host; a checkpoint that was not finished is never seen by `latest`.
+    `read_only` leaves the directory as it is, unfinished checkpoints included: a run that is still training may be writing one.
     """
 
-    def __init__(self, directory: pathlib.Path, keep: int):
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+    def __init__(self, directory: pathlib.Path, keep: int, *, read_only: bool = False):
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=not read_only, cleanup_tmp_directories=not read_only)
         items = ("params", "optimizer", "position")
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options, item_names=items)
 

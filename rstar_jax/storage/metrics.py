@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-import tensorboardX
 from absl import logging
 
 from rstar_jax.types import UserError
@@ -115,6 +114,8 @@ class MetricsWriter:
         self._path = pathlib.Path(directory) / FILE_NAME
         if resume_after is not None and not self._path.exists():
             logging.warning("%s is missing: metrics up to global step %d are lost", self._path, resume_after)
+        import tensorboardX  # imports torch where that is installed, for seconds: only a training run pays for it
+
         rows = [] if resume_after is None else [row for row in read_metrics(directory) if row.global_step <= resume_after]
         try:
             write_atomically(self._path, (json_line(dataclasses.asdict(row)).encode() for row in rows))
@@ -145,7 +146,8 @@ class MetricsWriter:
         self._file.write(json_line(dataclasses.asdict(row)).encode())
         self._file.flush()
         for name, value in numbers.items():
-            self._events.add_scalar(f"{stage}/{name}", value, global_step)
+            if math.isfinite(value):  # a curve has no place for NaN, and the writer would warn on standard error each time
+                self._events.add_scalar(f"{stage}/{name}", value, global_step)
         for name, value in clock.items():
             self._events.add_scalar(f"{stage}/time/{name}", value, global_step)
         self._events.flush()

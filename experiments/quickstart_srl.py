@@ -17,8 +17,8 @@ SHOWS = (
     "expert's; then reinforcement learning on outcomes goes on from there."
 )
 DOES_NOT_SHOW = (
-    "That SRL beats supervised fine-tuning: at this size it is one way among several to the same skill. A similarity of characters "
-    "hardly sees a wrong digit, so strict accuracy, not the similarity reward, is what to look at."
+    "That SRL beats supervised fine-tuning: here it costs accuracy, which the stage on outcomes then wins back. A similarity of "
+    "characters hardly sees a wrong digit: look at the accuracy, not at the similarity reward."
 )
 
 

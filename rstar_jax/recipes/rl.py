@@ -181,7 +181,10 @@ async def rl_stage(run: Run, stage: StageConfig, update: Update, state: TrainSta
         if not live:
             reasons = ", ".join(f"{count} {name}" for name, count in dropped.items())
             run.progress.say(f"{stage.name} step {step + 1}: none of {len(groups)} groups has contrast ({reasons}); no update")
-        run.log("train", metrics, {**watch.seconds, **_throughput(metrics, watch.seconds)})
+        # a prompt is prefilled again for those of its group that find no free slot at first: a count that hangs on timing
+        prefilled = float(run.engine.counters.prefilled_tokens - before.prefilled_tokens)
+        timing = {**watch.seconds, **_throughput(metrics, watch.seconds), "engine/prefilled_tokens": prefilled}
+        run.log("train", metrics, timing)
         if step % RECORD_EVERY == 0 or step + 1 == stage.steps:
             record(run, stage, step + 1, groups, chosen)
         run.progress.step({"reward": metrics["reward"], "tool_errors": metrics["tool_error_share"]})
@@ -216,7 +219,7 @@ def _engine_metrics(before: Any, after: Any) -> dict[str, float]:
     return {
         f"engine/{field.name}": float(getattr(after, field.name) - getattr(before, field.name))
         for field in dataclasses.fields(after)
-        if field.name in ("sampled_tokens", "prefilled_tokens", "extended_tokens", "trajectories")
+        if field.name in ("sampled_tokens", "extended_tokens", "trajectories")
     }
 
 

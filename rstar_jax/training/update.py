@@ -72,6 +72,15 @@ KIND_OBJECTIVES = {"sft": "sft", "srl": "clip_higher", "rl": "clip_higher"}
 """What a stage optimises when it names no objective."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Programs:
+    """The jitted programs of an update: an empty sum, one microbatch more, and the optimiser's step."""
+
+    nothing: Any
+    add: Any
+    apply: Any
+
+
 class Update:
     """`update(state, batches) -> (state, sums, maxima)`: one optimiser step from the microbatches of one update.
 
@@ -86,9 +95,8 @@ class Update:
         self._score = jax.jit(functools.partial(_score, model=model, temperature=temperature, mesh=mesh))
         measure = functools.partial(_measure, model=model, loss=loss, temperature=temperature, mesh=mesh)
         self._measure = measure
-        self._add = jax.jit(lambda params, batch, so_far: _add(so_far, measure(params, batch)), donate_argnums=2)
-        self._nothing: Callable[[Any], Accumulated] | None = None
-        self._apply = jax.jit(functools.partial(_apply, optimizer=optimizer), donate_argnums=0)
+        self._optimizer = optimizer
+        self._programs: _Programs | None = None
 
     def place(self, batch: TrainBatch) -> TrainBatch:
         """The batch on the devices, rows over data and fsdp: the one crossing from host to device."""
@@ -127,17 +135,38 @@ class Update:
     def __call__(self, state: TrainState, batches: Sequence[TrainBatch]) -> tuple[TrainState, Sums, dict[str, Array]]:
         if not batches:
             raise ValueError("an update needs at least one microbatch")
-        return self._apply(state, self.accumulate(state, batches))
+        accumulated = self.accumulate(state, batches)
+        return self._built(state, batches[0]).apply(state, accumulated)
 
     def accumulate(self, state: TrainState, batches: Sequence[TrainBatch]) -> Accumulated:
         """What the microbatches add up to, before any division."""
-        if self._nothing is None:
-            shapes = jax.eval_shape(self._measure, state.params, batches[0])
-            self._nothing = jax.jit(lambda params: _zeros(params, shapes))
-        so_far = self._nothing(state.params)
+        programs = self._built(state, batches[0])
+        so_far = programs.nothing(state.params)
         for batch in batches:
-            so_far = self._add(state.params, batch, so_far)
+            so_far = programs.add(state.params, batch, so_far)
         return so_far
+
+    def _built(self, state: TrainState, batch: TrainBatch) -> _Programs:
+        """The jitted programs. Their results lie where their arguments lay, so that no call compiles what another has."""
+        if self._programs is None:
+            measure = self._measure
+            shapes = jax.eval_shape(measure, state.params, batch)
+            everywhere = NamedSharding(self.mesh, PartitionSpec())
+            sums, maxima = jax.tree.map(lambda _: everywhere, (shapes.sums, shapes.maxima))
+            where = Accumulated(jax.tree.map(lambda p: p.sharding, state.params), sums, maxima)
+            state_where = jax.tree.map(lambda x: x.sharding, state)
+
+            def add(params: Any, batch: TrainBatch, so_far: Accumulated) -> Accumulated:
+                return _add(so_far, measure(params, batch))
+
+            self._programs = _Programs(
+                nothing=jax.jit(functools.partial(_zeros, shapes=shapes), out_shardings=where),
+                add=jax.jit(add, donate_argnums=2, out_shardings=where),
+                apply=jax.jit(
+                    functools.partial(_apply, optimizer=self._optimizer), donate_argnums=0, out_shardings=(state_where, None, None)
+                ),
+            )
+        return self._programs
 
     def warm_up(self, state: TrainState, shapes: Sequence[tuple[int, int]], trainer_old: bool) -> None:
         """Compile the programs of all microbatch shapes [rows, tokens] on dead rows; the first update compiles the optimiser's."""
@@ -149,8 +178,9 @@ class Update:
 
     def compiled_programs(self) -> int:
         """How many programs exist by now (a run's warm-up makes them all)."""
-        jitted: tuple[Any, ...] = (self._score, self._add, self._apply)
-        return sum(function._cache_size() for function in jitted)
+        built = self._programs
+        programs: tuple[Any, ...] = (self._score,) if built is None else (self._score, built.nothing, built.add, built.apply)
+        return sum(program._cache_size() for program in programs)
 
 
 def _score(params: Any, batch: TrainBatch, *, model: ModelConfig, temperature: float, mesh: Mesh) -> jax.Array:

@@ -70,9 +70,10 @@ def test_turn_separator_template_adds_the_newline_of_a_rendered_history():
 
 
 def test_the_compact_format_has_no_separator_and_says_so():
-    assert chat_format(TextConfig()) == COMPACT
+    assert chat_format(TextConfig()) == RSTAR2
+    assert chat_format(TextConfig(chat="compact")) == COMPACT
     with pytest.raises(UserError, match="turn_separator"):
-        chat_format(TextConfig(turn_separator="template"))
+        chat_format(TextConfig(chat="compact", turn_separator="template"))
     with pytest.raises(UserError, match="choose one of rstar2, compact"):
         chat_format(TextConfig(chat="chatml"))
 

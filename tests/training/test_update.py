@@ -178,7 +178,7 @@ def test_one_program_per_bucket():
         state, _ = update.step(state, batches)
         if seed == 0:
             warm = update.compiled_programs()
-    assert update.compiled_programs() == warm == 3  # one per bucket, and the optimiser's
+    assert update.compiled_programs() == warm == 4  # one per bucket, the empty sum, and the optimiser's
 
 
 def test_schedules():

@@ -30,4 +30,5 @@ setup(
         "tokenizers",
         "tqdm",
     ],
+    extras_require={"ray": ["ray"]},
 )

@@ -114,6 +114,9 @@ class RolloutConfig:
                 raise UserError(f"rollout.{field}={value} must be positive lengths in increasing order")
 
 
+TIERS = ("ns-root", "userns", "landlock", "rlimits")  # of the Python tool's isolation, the strongest first
+
+
 @dataclasses.dataclass(frozen=True)
 class ToolConfig:
     """Limits of one Python call. Times in seconds, sizes in bytes."""
@@ -126,12 +129,30 @@ class ToolConfig:
     output_bytes: int = 16 << 10  # kept of each of stdout and stderr: half head, half tail
     hard_output_bytes: int = 64 << 20  # more than this ends the call with `output_limit`
     code_bytes: int = 1 << 20
+    processes: int = 64  # of one call at a time
+    disk_bytes: int = 64 << 20  # of a call's own directory, and of each file
+    disk_files: int = 2048  # in a call's own directory
+    sessions: bool = False  # each trajectory has a live Python whose variables last from call to call
+    max_sessions: int = 64  # live sessions at a time; the least recently used gives way and is replayed when it is used again
     retries: int = 2  # of infrastructure failures
-    preload: tuple[str, ...] = ()  # modules imported before any call
+    preload: tuple[str, ...] = ("numpy", "sympy")  # modules imported before any call
+    packages: tuple[str, ...] = ("numpy", "scipy", "sympy")  # distributions that a call can import, with what they require
+    readable: tuple[str, ...] = ()  # further files and directories that a call can read
+    isolation: str = "auto"  # the strongest tier that works here but `rlimits`, or the tier of that name
+    require: str = ""  # the weakest tier to accept; a pool that cannot have it does not start
+    servers: tuple[str, ...] = ()  # addresses of `launch.tool_server`s that run the calls; none: this machine does
+    token_file: str = ""  # holds the servers' token
 
     def validate(self) -> None:
         _at_least("tool", self, 1, "workers", "concurrency", "memory_bytes", "output_bytes", "hard_output_bytes", "code_bytes")
+        _at_least("tool", self, 1, "processes", "disk_bytes", "disk_files", "max_sessions")
         _at_least("tool", self, 0, "retries")
+        _choice("tool", "isolation", self.isolation, ("auto", *TIERS))
+        _choice("tool", "require", self.require, ("", *TIERS))
+        if self.require and self.isolation != "auto" and TIERS.index(self.isolation) > TIERS.index(self.require):
+            raise UserError(f"tool.isolation={self.isolation} is weaker than tool.require={self.require}")
+        if self.servers and not self.token_file:
+            raise UserError("tool.servers needs tool.token_file, the file with the servers' token")
         for field in ("timeout_s", "cpu_s"):
             if not getattr(self, field) > 0:
                 raise UserError(f"tool.{field}={getattr(self, field)} must be positive")
@@ -330,10 +351,12 @@ class RunConfig:
         return cls(content["name"], stages, content["seed"], **sections)
 
     def identity(self) -> dict[str, Any]:
-        """What makes two runs the same run: everything but the mesh, when and how many checkpoints are kept, and the number of
-        steps of the last stage (unless its learning rate depends on it)."""
+        """What makes two runs the same run: everything but the mesh, where and how isolated tool calls run, when and how many
+        checkpoints are kept, and the number of steps of the last stage (unless its learning rate depends on it)."""
         identity = json.loads(json.dumps(self.to_dict()))
         del identity["mesh"]
+        for name in ("workers", "concurrency", "max_sessions", "retries", "isolation", "require", "servers", "token_file"):
+            del identity["tool"][name]
         del identity["training"]["keep_checkpoints"], identity["training"]["save_every"]
         if self.stages[-1].schedule == "constant":
             del identity["stages"][-1]["steps"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -80,7 +81,8 @@ class ToolStatus(enum.StrEnum):
 @dataclasses.dataclass(frozen=True)
 class ToolResult:
     """One finished call. `seconds` is run time from the start of execution, not queue time; `exit_code` comes from the
-    kernel (negative: signal number). `value` carries a tool's structured result when it has one."""
+    kernel (negative: signal number). `value` carries a tool's structured result when it has one. `state`, of a session: "" when
+    its variables are as the last call left them, "lost" or "diverged" (see `tools.session`)."""
 
     status: ToolStatus
     stdout: str = ""
@@ -90,6 +92,7 @@ class ToolResult:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     truncated: bool = False
+    state: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,6 +380,15 @@ class Tool(Protocol):
 
     def format(self, result: ToolResult) -> str:
         """The text that the model sees. It holds no clock reading."""
+        ...
+
+
+@runtime_checkable
+class SessionTool(Protocol):
+    """A tool that keeps something from one call of a trajectory to the next. Such a tool is opened once for each trajectory."""
+
+    def session(self) -> AbstractAsyncContextManager[Tool]:
+        """The tool of one trajectory; what it keeps is gone at the end of the context."""
         ...
 
 

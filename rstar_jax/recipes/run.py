@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from rstar_jax.config import ModelConfig, RunConfig, StageConfig, differences
+from rstar_jax.config import TIERS, ModelConfig, RunConfig, StageConfig, ToolConfig, differences
 from rstar_jax.data import dialogues, synthetic
 from rstar_jax.data.readers import read_problems
 from rstar_jax.data.sources import evaluation_problems
@@ -31,8 +31,11 @@ from rstar_jax.storage.checkpoint import Checkpoints, Position
 from rstar_jax.storage.metrics import MetricsWriter, write_atomically
 from rstar_jax.text.chat import ChatFormat, chat_format
 from rstar_jax.text.tokenizer import FastTokenizer, load_tokenizer, train_tokenizer
+from rstar_jax.tools.base import Runner
 from rstar_jax.tools.pool import ToolPool
-from rstar_jax.tools.python_tool import NAME, SCHEMA, PythonTool
+from rstar_jax.tools.python_tool import NAME, SCHEMA, PythonTool, SessionPythonTool
+from rstar_jax.tools.remote import RemotePool
+from rstar_jax.tools.wire import read_token
 from rstar_jax.training.state import TrainState
 from rstar_jax.types import Reward, Tool, UserError
 
@@ -90,6 +93,9 @@ class Run:
         """One metrics row at the current position."""
         p = self.position
         name = self.config.stages[p.stage].name
+        tool = self.tools.get(NAME)
+        if isinstance(tool, PythonTool):  # beside the clocks: another machine may have another
+            timing = {**timing, "tool/isolation_tier": float(TIERS.index(tool.isolation.tier))}
         self.metrics.write(name, p.stage, p.stage_step, p.global_step, kind, metrics, timing)
 
     async def save(self, state: TrainState) -> None:
@@ -185,10 +191,26 @@ def _saved_config(file: pathlib.Path) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def open_tools(config: RunConfig, progress: Progress) -> AsyncIterator[tuple[Mapping[str, Tool], Reward]]:
     """The Python tool and the outcome reward, with the processes behind them."""
-    async with ToolPool(config.tool) as pool, Verifier() as verifier:
-        progress.say(f"python tool: {pool.isolation}")
-        tool = PythonTool(pool, style=chat_format(config.text).tool_style)
+    async with open_pool(config.tool) as pool, Verifier() as verifier:
+        progress.say(f"python {pool.isolation}")
+        kind = SessionPythonTool if config.tool.sessions else PythonTool
+        tool = kind(pool, style=chat_format(config.text).tool_style)
         yield {NAME: tool}, MathReward(verifier)
+
+
+@contextlib.asynccontextmanager
+async def open_pool(config: ToolConfig) -> AsyncIterator[Runner]:
+    """Python processes on this machine, or those of `config.servers`. Raises `UserError` when they cannot have the isolation that
+    `config.require` asks for."""
+    if not config.servers:
+        async with ToolPool(config) as local:
+            yield local
+        return
+    async with RemotePool(config.servers, read_token(pathlib.Path(config.token_file)), retries=config.retries) as remote:
+        tier = remote.isolation.tier
+        if config.require and TIERS.index(tier) > TIERS.index(config.require):
+            raise UserError(f"the tool servers run calls in tier {tier}, which is weaker than tool.require={config.require}")
+        yield remote
 
 
 @contextlib.asynccontextmanager

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from rstar_jax.text.chat import ChatFormat
 from rstar_jax.text.tool_calls import ParsedCall
@@ -17,6 +18,7 @@ from rstar_jax.types import (
     Problem,
     SampleKey,
     Sampling,
+    SessionTool,
     Slot,
     Tokenizer,
     Tool,
@@ -68,12 +70,23 @@ class Agent:
         trajectory = Trajectory(problem, key.sample, self.prompt_ids(problem))
         slot = await self.engine.open(trajectory.ids.tolist(), key, sampling)
         try:
-            trajectory.close(await self._converse(trajectory, slot))
+            async with self._own_tools() as tools:
+                trajectory.close(await dataclasses.replace(self, tools=tools)._converse(trajectory, slot))
         except InfrastructureError:
             trajectory.close(Finish.FAILED)
         finally:
             slot.close()
         return trajectory
+
+    @contextlib.asynccontextmanager
+    async def _own_tools(self) -> AsyncIterator[Mapping[str, Tool]]:
+        """The tools of one trajectory: those that keep something from call to call are opened for it alone."""
+        async with contextlib.AsyncExitStack() as stack:
+            tools = dict(self.tools)
+            for name, tool in tools.items():
+                if isinstance(tool, SessionTool):
+                    tools[name] = await stack.enter_async_context(tool.session())
+            yield tools
 
     async def _converse(self, trajectory: Trajectory, slot: Slot) -> Finish:
         budget = self.budget

@@ -195,7 +195,7 @@ class CompactFormat(ChatFormat):
 
 CHAT_FORMATS: dict[str, ChatFormat] = {
     "rstar2": RStar2Format(name="rstar2", call_syntax="json", forced_opening="<reason>", tool_style="rstar2"),
-    "compact": CompactFormat(name="compact", call_syntax="code", forced_opening="", tool_style="plain"),
+    "compact": CompactFormat(name="compact", call_syntax="code", forced_opening="", tool_style="last_line"),
 }
 
 

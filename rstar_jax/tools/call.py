@@ -1,15 +1,18 @@
-"""A running call as its zygote sees it: the process, the two pipes that are drained, the deadline. Standard library alone."""
+"""The process of a call or a session as its zygote sees it: two pipes that are drained, a channel, a deadline. Standard library
+alone."""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
+import json
 import os
 import signal
+import socket
 import time
 from typing import Any
 
 from rstar_jax.tools import child
+from rstar_jax.tools.sandbox import Sandbox, Slot
 
 _CHUNK = 1 << 16
 _PIPE_CHUNKS = 17  # more than a pipe can hold
@@ -20,8 +23,12 @@ class Output:
 
     def __init__(self, fd: int, keep: int):
         self.fd = fd
-        self.total = 0
         self._half = max(1, keep // 2)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what came so far."""
+        self.total = 0
         self._head = bytearray()
         self._tail = bytearray()
 
@@ -66,85 +73,132 @@ def _split_bytes(data: bytes) -> int:
     return 0
 
 
-class Call:
-    """A running call: its process, its two output pipes, its deadline."""
+class Program:
+    """A process that waits for a job, or runs one. As a session it runs one cell after another."""
 
-    def __init__(self, job: dict[str, Any], settings: dict[str, Any], cwd: str):
-        self.id = job["id"]
-        self.cwd = cwd
+    def __init__(self, sandbox: Sandbox, slot: Slot):
+        """Fork it. Raises `OSError` when there is no process or no descriptor to be had."""
+        self.slot = slot
+        self.session: int | None = None
+        self.job: int | None = None  # the call in hand
         self.reason: str | None = None
-        self.note = mmap.mmap(-1, 1)
+        self.new = True  # the call in hand is its first
+        self.unsent = b""
+        self.started = self.deadline = 0.0
+        slot.note[0] = child.SETTING_UP
+        slot.used = True
         with contextlib.ExitStack() as undo:
-            os.mkdir(cwd, 0o700)
-            undo.callback(os.rmdir, cwd)
-            stdin = _input(job["stdin"])
-            if stdin:
-                undo.callback(os.close, stdin)
             pipes = []
             for _ in range(2):
                 pipes.append(os.pipe())
                 undo.callback(os.close, pipes[-1][0])
                 undo.callback(os.close, pipes[-1][1])
                 os.set_blocking(pipes[-1][0], False)
-            os.environ["HOME"] = os.environ["TMPDIR"] = cwd  # here: a page that a child writes to has to be copied first
-            self.started = time.monotonic()
-            self.pid = os.fork()
-            if self.pid == 0:
-                child.run(job, settings, (stdin, pipes[0][1], pipes[1][1]), cwd, self.note)
+            self.channel, theirs = socket.socketpair()
+            undo.callback(self.channel.close)
+            undo.callback(theirs.close)
+            forked = sandbox.fork(slot)
+            if forked.pid == 0:
+                child.run(slot, sandbox, (pipes[0][1], pipes[1][1], theirs.fileno()))
+            self.pid, self.first = forked.pid, forked.first
             self.pidfd = os.pidfd_open(self.pid)  # should this fail, the child is an orphan that the next sweep kills
             undo.pop_all()
-        for fd in (stdin, pipes[0][1], pipes[1][1]):
-            if fd:
-                os.close(fd)
+        os.close(pipes[0][1])
+        os.close(pipes[1][1])
+        theirs.close()
+        self.channel.setblocking(False)
+        keep = sandbox.settings["output_bytes"]
+        self.outputs = [Output(fd, keep) for fd, _ in pipes]
+
+    def begin(self, job: dict[str, Any]) -> None:
+        """Hand it a call. What the socket does not take at once is in `unsent`."""
+        self.job, self.session, self.reason = job["id"], job["session"], None
+        for output in self.outputs:
+            output.clear()
+        body = json.dumps({"code": job["code"], "stdin": job["stdin"], "session": self.session is not None}).encode()
+        self.unsent = len(body).to_bytes(4, "big") + body
+        self.started = time.monotonic()
         self.deadline = self.started + job["timeout"]
-        self.outputs = [Output(fd, settings["output_bytes"]) for fd, _ in pipes]
+        self.send()
+
+    def send(self) -> None:
+        """Write what the socket takes now."""
+        try:
+            while self.unsent:
+                self.unsent = self.unsent[self.channel.send(self.unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:  # it is dead: its end will be seen
+            self.unsent = b""
+
+    def answer(self) -> bytes:
+        """What a session says of its cell: (note, exit code), or nothing yet."""
+        try:
+            return self.channel.recv(2)
+        except OSError:
+            return b""
+
+    def expire(self, grace: float) -> None:
+        """The deadline has passed: a session is interrupted first, and has `grace` seconds to come to its senses."""
+        if self.session is not None and self.reason is None:
+            self.reason = "timeout"
+            self.deadline = time.monotonic() + grace
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGINT)
+        else:
+            self.kill("timeout")
 
     def kill(self, reason: str) -> None:
-        """Kill the call's process group; the first reason stays."""
+        """Kill it and all that it has started, as far as that can be reached; the first reason stays."""
         self.reason = self.reason or reason
-        _kill_group(self.pid)
+        self.deadline = float("inf")
+        self._kill()
 
-    def finish(self) -> dict[str, Any]:
-        """Reap the dead call, close what it held, and describe how it ended."""
-        _kill_group(self.pid)  # before the pid is reaped, so that it cannot be another's
+    def _kill(self) -> None:
+        """Only before the pid is reaped, so that it cannot be another's."""
+        if self.first:
+            os.kill(self.first, signal.SIGKILL)  # and the kernel kills the others
+        os.kill(self.pid, signal.SIGKILL)
+        if not self.first:
+            with contextlib.suppress(ProcessLookupError):  # killed before its setsid
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _drain(self) -> None:
         for output in self.outputs:
             for _ in range(_PIPE_CHUNKS):  # a grandchild may hold the pipe and go on writing: there may be no end to wait for
                 if not output.drain():
                     break
-            os.close(output.fd)
-        os.close(self.pidfd)
-        _, status, usage = os.wait4(self.pid, 0)
-        seconds = time.monotonic() - self.started
+
+    def _report(self, note: int, code: int, cpu_seconds: float, alive: bool) -> dict[str, Any]:
         (stdout, cut_stdout), (stderr, cut_stderr) = (output.text() for output in self.outputs)
-        note = self.note[0]
-        self.note.close()
-        return {
-            "id": self.id,
-            "code": os.waitstatus_to_exitcode(status),
+        report = {
+            "id": self.job,
+            "code": code,
             "reason": self.reason,
             "note": note,
-            "seconds": seconds,
-            "cpu_seconds": usage.ru_utime + usage.ru_stime,
+            "seconds": time.monotonic() - self.started,
+            "cpu_seconds": cpu_seconds,
             "stdout": stdout,
             "stderr": stderr,
             "truncated": cut_stdout or cut_stderr,
+            "alive": alive,
         }
+        self.job = None
+        return report
 
+    def finish_cell(self, note: int, code: int) -> dict[str, Any]:
+        """The report on a session's cell that has ended."""
+        self._drain()
+        return self._report(note, code, 0.0, True)
 
-def _input(text: str) -> int:
-    """A file descriptor that reads `text` and then ends; 0, which is /dev/null, for no text."""
-    if not text:
-        return 0
-    data = text.encode("utf-8", "surrogatepass")
-    fd = os.memfd_create("stdin")
-    while data:
-        data = data[os.write(fd, data) :]
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
-
-
-def _kill_group(pid: int) -> None:
-    """SIGKILL the process `pid` (not yet reaped) and its group, if it has made one already."""
-    os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):  # killed before its setsid
-        os.killpg(pid, signal.SIGKILL)
+    def finish(self) -> dict[str, Any]:
+        """Reap the dead process, close what it held, and describe how it ended. Its idle first process is still to be reaped."""
+        self._kill()
+        self._drain()
+        for output in self.outputs:
+            os.close(output.fd)
+        os.close(self.pidfd)
+        self.channel.close()
+        _, status, usage = os.wait4(self.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        return self._report(self.slot.note[0], code, usage.ru_utime + usage.ru_stime, False)

@@ -1,4 +1,8 @@
-"""What happens in the process of one call, from its fork by the zygote on. Standard library alone.
+"""What happens in the process of one call or one session, from its fork by the zygote on. Standard library alone.
+
+The process is forked and confined before there is anything to run (a "spare"), and waits for its job on a socket. A call closes
+the socket before the program starts. A session keeps it, takes one cell after another and answers each with two bytes: what it
+says there can only spoil its own results.
 
 How a call ended is read from the kernel (`wait4`), never from bytes that it wrote. One byte of memory shared with the child
 (`note`) only refines this: exit code 1 with `EXCEPTION` or `OUT_OF_MEMORY` noted is an uncaught exception, without it the
@@ -10,12 +14,14 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
-import ctypes
 import gc
+import itertools
+import json
 import linecache
 import mmap
 import os
 import random
+import re
 import resource
 import signal
 import sys
@@ -23,21 +29,19 @@ import traceback
 import types
 from typing import Any, NoReturn
 
+from rstar_jax.tools import syscalls
+from rstar_jax.tools.sandbox import Sandbox, Slot
+
 FILENAME = "<code>"  # of the program, in tracebacks
-OPEN_FILES = 128
+CELL = "<cell {}>"  # of a cell of a session, which later cells may call into
+CHANNEL = 3  # file descriptor of the socket to the zygote
 MAX_FDS = 4096  # of the zygote: above it a child has nothing to close
 TRACEBACK_LINES = 60
 
 SETTING_UP, RUNNING, EXCEPTION, OUT_OF_MEMORY = range(4)  # values of a call's note
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
-_LIBC = ctypes.CDLL(None, use_errno=True)
 _RESERVE_BYTES = 4 << 20
-
-
-def prctl(option: int, value: int) -> None:
-    if _LIBC.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+_OWN = re.compile(r"<code>|<cell \d+>")
 
 
 def traceback_text(error: BaseException) -> str:
@@ -50,7 +54,7 @@ def traceback_text(error: BaseException) -> str:
         if one is None or id(one) in seen:
             continue
         seen.add(id(one))
-        frames = [frame for frame in one.stack or () if frame.filename in (FILENAME, "<string>")]
+        frames = [frame for frame in one.stack or () if frame.filename == "<string>" or _OWN.fullmatch(frame.filename)]
         # Without frames `None` leaves the heading out too; the class allows for it, its type stub does not.
         one.stack = traceback.StackSummary.from_list(frames) if frames else None  # type: ignore[assignment]
         pending += [one.__cause__, one.__context__, *(one.exceptions or ())]
@@ -61,12 +65,12 @@ def traceback_text(error: BaseException) -> str:
     return "".join(lines)
 
 
-def execute(source: str, namespace: dict[str, Any]) -> None:
+def execute(source: str, namespace: dict[str, Any], filename: str = FILENAME) -> None:
     """Execute the program; when its last statement is an expression, show its value once, as an interactive session does."""
-    tree = ast.parse(source, FILENAME)
+    tree = ast.parse(source, filename)
     last = [tree.body.pop()] if tree.body and isinstance(tree.body[-1], ast.Expr) else []
-    parts = [compile(tree, FILENAME, "exec", dont_inherit=True)] if tree.body else []
-    parts += [compile(ast.Interactive(last), FILENAME, "single", dont_inherit=True)] if last else []
+    parts = [compile(tree, filename, "exec", dont_inherit=True)] if tree.body else []
+    parts += [compile(ast.Interactive(last), filename, "single", dont_inherit=True)] if last else []
     for part in parts:
         exec(part, namespace)
 
@@ -80,18 +84,23 @@ def _exit_code(stop: SystemExit) -> tuple[int, str]:
     return 1, f"{stop.code}\n"
 
 
-def run_program(source: str, note: mmap.mmap) -> int:
-    """Run the program in a fresh `__main__` and return its exit code. As in a script, threads that are not daemons are waited
-    for. `atexit` functions do not run: they would be those of the preloaded modules too."""
+def new_main() -> types.ModuleType:
+    """A fresh `__main__`."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
-    linecache.cache[FILENAME] = (len(source), None, source.splitlines(keepends=True), FILENAME)
+    return main
+
+
+def run_program(source: str, main: types.ModuleType, note: mmap.mmap, filename: str = FILENAME) -> int:
+    """Run the program in `main` and return its exit code; `note` says of 1 what it means. `atexit` functions do not run: they
+    would be those of the preloaded modules too."""
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     pid = os.getpid()
     reserve = mmap.mmap(-1, _RESERVE_BYTES)  # address space for the report of a MemoryError
     code = 0
     try:
-        execute(source, main.__dict__)
+        execute(source, main.__dict__, filename)
     except SystemExit as stop:
         code, message = _exit_code(stop)
         _complain(message)
@@ -101,13 +110,21 @@ def run_program(source: str, note: mmap.mmap) -> int:
         if os.getpid() == pid:  # a process forked by the program does not speak for the call
             note[0] = OUT_OF_MEMORY if isinstance(error, MemoryError) else EXCEPTION
         _complain(traceback_text(error))
+    if os.getpid() != pid:
+        _flush()
+        os._exit(code)
+    if not reserve.closed:
+        reserve.close()
+    return code
+
+
+def _join_threads() -> None:
+    """As at the end of a script, threads that are not daemons are waited for."""
     if "threading" in sys.modules:
         threading = sys.modules["threading"]
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
-    _flush()
-    return code
 
 
 def _flush() -> None:
@@ -124,30 +141,107 @@ def _complain(text: str) -> None:
         data = data[os.write(2, data) :]
 
 
-def run(job: dict[str, Any], settings: dict[str, Any], fds: tuple[int, int, int], cwd: str, note: mmap.mmap) -> NoReturn:
+def _receive() -> dict[str, Any]:
+    """The next job. Ends the process when there will be none."""
+
+    def exactly(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            chunk = os.read(CHANNEL, count - len(data))
+            if not chunk:
+                os._exit(0)
+            data += chunk
+        return data
+
+    return json.loads(exactly(int.from_bytes(exactly(4), "big")))
+
+
+def _open_input(text: str) -> None:
+    """Make `text` the standard input; without any it is at its end. Bytes lie in a file without a name in the call's directory."""
+    if not text:
+        fd = os.open("/dev/null", os.O_RDONLY)
+    else:
+        try:
+            fd = os.open(".", os.O_RDWR | os.O_TMPFILE, 0o600)
+        except OSError:  # a file system without such files
+            fd = os.open(".input", os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            os.unlink(".input")
+        data = text.encode("utf-8", "surrogatepass")
+        while data:
+            data = data[os.write(fd, data) :]
+        os.lseek(fd, 0, os.SEEK_SET)
+    os.dup2(fd, 0)
+    os.close(fd)
+
+
+def _set_processor_limit(seconds: int, hard: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
+
+
+def _serve_session(job: dict[str, Any], note: mmap.mmap, cpu_seconds: int) -> NoReturn:
+    """Run cells in one `__main__` until the zygote has no more. SIGINT interrupts a cell, and only a cell."""
+    main = new_main()
+    for number in itertools.count(1):
+        with contextlib.suppress(KeyboardInterrupt):  # sent to a cell that ended just then
+            if job["stdin"]:
+                _open_input(job["stdin"])
+            sys.stdin = open(0, encoding="utf-8", errors="surrogatepass", closefd=False)  # noqa: SIM115
+            usage = resource.getrusage(resource.RUSAGE_SELF)
+            _set_processor_limit(int(usage.ru_utime + usage.ru_stime) + cpu_seconds, resource.RLIM_INFINITY)
+            note[0] = RUNNING
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            try:
+                code = run_program(job["code"], main, note, CELL.format(number))
+                _flush()
+            finally:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+            os.write(CHANNEL, bytes((note[0], code)))
+            _open_input("")
+            job = _receive()
+    raise AssertionError("numbers do not end")
+
+
+def _set_up(slot: Slot, sandbox: Sandbox, fds: tuple[int, int, int]) -> None:
+    """Confine this process; `fds`: standard output, standard error, the channel."""
+    os.setsid()
+    os.dup2(fds[0], 1)
+    os.dup2(fds[1], 2)
+    os.chdir(slot.cwd)
+    random.seed(0)  # the module reseeds itself from the clock or the kernel after each fork
+    for which, most in sandbox.limits():
+        resource.setrlimit(which, (most, most))
+    sandbox.confine(slot)
+    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # last: a change of user takes it back
+    if sandbox.orphaned(sandbox.settings["pid"]):
+        os._exit(1)
+    syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
+    os.dup2(fds[2], CHANNEL)
+    os.closerange(CHANNEL + 1, MAX_FDS)
+
+
+def run(slot: Slot, sandbox: Sandbox, fds: tuple[int, int, int]) -> NoReturn:
     """The whole life of a call's process, from the fork on."""
     code = 1
+    note = slot.note
     try:
-        os.setsid()
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != settings["pid"]:
-            os._exit(1)  # the zygote died before the line above
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
-        for target, fd in enumerate(fds):
-            os.dup2(fd, target)
-        os.closerange(3, MAX_FDS)
-        os.chdir(cwd)
-        random.seed(0)  # the module reseeds itself from the clock or the kernel after each fork
-        cpu = settings["cpu_seconds"]
-        limits = (
-            (resource.RLIMIT_CPU, cpu, cpu + 1),
-            (resource.RLIMIT_AS, settings["memory_bytes"], settings["memory_bytes"]),
-            (resource.RLIMIT_NOFILE, OPEN_FILES, OPEN_FILES),
-        )
-        for which, soft, hard in limits:
-            resource.setrlimit(which, (soft, hard))
+        try:
+            _set_up(slot, sandbox, fds)
+        except BaseException as error:
+            _complain(f"{type(error).__name__}: {error}")
+            raise
+        cpu_seconds = sandbox.settings["cpu_seconds"]
+        job = _receive()
         gc.enable()
+        if job["session"]:
+            _serve_session(job, note, cpu_seconds)
+        if job["stdin"]:
+            _open_input(job["stdin"])
+        os.close(CHANNEL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _set_processor_limit(cpu_seconds, cpu_seconds + 1)
         note[0] = RUNNING
-        code = run_program(job["code"], note)
+        code = run_program(job["code"], new_main(), note)
+        _join_threads()
+        _flush()
     finally:
         os._exit(code)  # whatever goes wrong above, a child never returns into the zygote's loop

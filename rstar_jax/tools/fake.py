@@ -24,7 +24,7 @@ class ScriptedTool:
         self,
         answers: Callable[[Arguments], ToolResult] | Sequence[ToolResult],
         delay: float | Callable[[Arguments], float] = 0.0,
-        style: str = "plain",
+        style: str = "last_line",
     ):
         self._answers = answers
         self._delay = delay

@@ -1,13 +1,15 @@
 """A pool of warm Python processes that run programs: `async with ToolPool(config) as pool: await pool.run("print(1)")`.
 
-One call is one process, forked from a warm zygote (`zygote.py`) and thrown away. The pool belongs to one event loop and never
-blocks it: deadlines and output are the zygotes' work, and what the pool does for a call is one message out and one in.
+One call is one process, forked from a warm zygote (`zygote.py`) and thrown away; a session (`session.py`) keeps its process. The
+pool belongs to one event loop and never blocks it: deadlines and output are the zygotes' work, and what the pool does for a call is
+one message out and one in.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import pathlib
 import signal
 import tempfile
@@ -15,14 +17,18 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 
-from rstar_jax.config import ToolConfig
+from rstar_jax.config import TIERS, ToolConfig
 from rstar_jax.tools import child
-from rstar_jax.tools.isolation import RLIMITS, Isolation
-from rstar_jax.tools.worker import Worker, kill_strays, remove_tree
-from rstar_jax.types import InfrastructureError, ToolResult, ToolStatus
+from rstar_jax.tools.isolation import Isolation
+from rstar_jax.tools.probe import broken_promises
+from rstar_jax.tools.session import Session, Sessions
+from rstar_jax.tools.worker import TierUnavailable, Worker, clean_environment, kill_strays, remove_tree
+from rstar_jax.types import InfrastructureError, ToolResult, ToolStatus, UserError
 
 RESTARTS = 3  # attempts to replace a dead zygote before the pool gives up
 CLOSE_SECONDS = 10.0
+PROBE_SECONDS = 20.0
+NAMESPACED = ("ns-root", "userns")  # tiers whose calls have their directories in a mount namespace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +43,10 @@ class Job:
 class ToolPool:
     """`config.workers` zygotes and at most `config.concurrency` calls running at a time; further calls wait in order.
 
-    Closing it ends every call and leaves no process, file descriptor or directory; so does the death of this process by any
-    signal. A zygote that dies or hangs is replaced.
+    On entering, the strongest tier of isolation that this machine allows is chosen and put to the test (`probe.py`): `isolation`
+    says which. It raises `UserError` when that is weaker than `config.require`, and never takes `rlimits` unless it is asked for by
+    name. Closing the pool ends every call and leaves no process, file descriptor or directory; so does the death of this process by
+    any signal. A zygote that dies or hangs is replaced.
     """
 
     def __init__(self, config: ToolConfig):
@@ -49,25 +57,65 @@ class ToolPool:
         self._keepers: list[asyncio.Task[None]] = []
         self._started = 0
         self._failure = ""
+        self._root: pathlib.Path | None = None  # of the calls' directories, in the tiers that have them on the host
+        self._isolation: Isolation | None = None
+        self._sessions = Sessions(self, config.max_sessions)
 
     @property
     def isolation(self) -> Isolation:
-        """The tier that calls run in."""
-        return RLIMITS
+        """The tier that calls run in, and what it promises. `RuntimeError` before the pool is entered."""
+        if self._isolation is None:
+            raise RuntimeError("the pool has not been entered, so its tier is not chosen yet")
+        return self._isolation
 
     async def __aenter__(self) -> ToolPool:
-        self._root = pathlib.Path(tempfile.mkdtemp(prefix="rstar_tool_"))
         count = min(self.config.workers, self.config.concurrency)
         shares = [len(range(i, self.config.concurrency, count)) for i in range(count)]
-        starts = [asyncio.create_task(self._start()) for _ in shares]
         try:
-            workers = await asyncio.gather(*starts)
-        except BaseException:
-            await asyncio.gather(*starts, return_exceptions=True)
+            workers = [await self._first()]
+            starts = [asyncio.create_task(self._start(workers[0].tier)) for _ in shares[1:]]
+            try:
+                workers += await asyncio.gather(*starts)
+            except BaseException:
+                await asyncio.gather(*starts, return_exceptions=True)
+                raise
+        except BaseException as error:
             await self._clean_up()
+            if isinstance(error, TierUnavailable):
+                raise InfrastructureError(f"a second tool process cannot have the tier of the first: {error}") from None
             raise
         self._keepers = [asyncio.create_task(self._keep(*pair)) for pair in zip(workers, shares, strict=True)]
         return self
+
+    async def _first(self) -> Worker:
+        """A zygote in the strongest tier that may be taken, works, and keeps its promises."""
+        config = self.config
+        named = config.isolation != "auto"
+        weakest = TIERS.index(config.require) if config.require else len(TIERS) - 1
+        tiers = (config.isolation,) if named else tuple(tier for tier in TIERS[: weakest + 1] if tier != "rlimits")
+        reasons = []
+        for tier in tiers:
+            try:
+                worker = await self._start(tier)
+            except TierUnavailable as reason:
+                reasons.append(f"{tier}: {reason}")
+                continue
+            promises = [name for name, kept in worker.promises.items() if kept]
+            broken = await broken_promises(functools.partial(self._probe, worker), promises, config, clean_environment(""))
+            if not broken:
+                self._isolation = Isolation(tier, **worker.promises)
+                return worker
+            reasons.append(f"{tier}: it does not keep its promises here: {', '.join(broken)}")
+            self._workers.discard(worker)
+            await worker.close(CLOSE_SECONDS)
+        advice = "" if named or config.require else "; tool.isolation=rlimits runs without isolation, if the code can be trusted"
+        raise UserError(f"no tier of tool isolation can be had ({'; '.join(reasons)}){advice}")
+
+    async def _probe(self, worker: Worker, code: str, stdin: str) -> ToolResult:
+        try:
+            return self.result(await worker.run(code, stdin, PROBE_SECONDS, lambda: None))
+        except InfrastructureError as error:
+            return ToolResult(ToolStatus.INFRA_ERROR, stderr=str(error))
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._break("the tool pool is closed")
@@ -82,26 +130,22 @@ class ToolPool:
         `timeout` (seconds, None: the configured one) counts from the start of execution; waiting for a place is free. What the
         program does, or is, never raises. Raises `InfrastructureError` when the machinery failed `config.retries` + 1 times.
         """
-        timeout = self.config.timeout_s if timeout is None else timeout
-        if not timeout > 0:
-            raise ValueError(f"timeout={timeout} must be positive")
-        if complaint := self._complaint("code", code) or self._complaint("input", stdin or ""):
-            return ToolResult(ToolStatus.REJECTED, stderr=complaint)
+        timeout, rejected = self.check(code, stdin, timeout)
+        if rejected:
+            return rejected
         reason = ""
         for _ in range(self.config.retries + 1):
-            worker = await self._place()
+            worker = await self.place()
             try:
-                report = await worker.run(code, stdin or "", timeout)
+                return self.result(await worker.run(code, stdin or "", timeout, functools.partial(self.free, worker)))
             except InfrastructureError as error:
                 reason = str(error)
-                continue
-            if "failed" in report:
-                reason = report["failed"]
-            elif report["note"] == child.SETTING_UP and report["reason"] is None:
-                reason = f"a call ended with code {report['code']} while it was set up"
-            else:
-                return to_result(report, self.config.cpu_s)
         raise InfrastructureError(f"a tool call failed {self.config.retries + 1} times; the last time: {reason}")
+
+    def session(self) -> Session:
+        """A Python that lives on from one call to the next: `async with pool.session() as s: await s.run("x = 1")`. It takes a
+        place only while a call runs."""
+        return Session(self._sessions)
 
     async def run_many(self, jobs: Iterable[Job]) -> list[ToolResult]:
         """Results of `jobs` in their order. Takes a job only when it can start, so `jobs` may be a long generator."""
@@ -117,6 +161,24 @@ class ToolPool:
                 group.create_task(work())
         return [results[index] for index in range(len(results))]
 
+    # for sessions
+
+    def check(self, code: Any, stdin: Any, timeout: float | None) -> tuple[float, ToolResult | None]:
+        """(seconds that the call may take, the answer when it cannot be run at all)."""
+        timeout = self.config.timeout_s if timeout is None else timeout
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout} must be positive")
+        complaint = self._complaint("code", code) or self._complaint("input", "" if stdin is None else stdin)
+        return timeout, ToolResult(ToolStatus.REJECTED, stderr=complaint) if complaint else None
+
+    def result(self, report: Mapping[str, Any]) -> ToolResult:
+        """What a zygote reported. Raises `InfrastructureError` for a call that was never run: not the program's fault."""
+        if "failed" in report:
+            raise InfrastructureError(report["failed"])
+        if report["note"] == child.SETTING_UP and report["reason"] is None:
+            raise InfrastructureError(f"a call ended with code {report['code']} while it was set up: {report['stderr'].strip()[-300:]}")
+        return to_result(report, self.config.cpu_s)
+
     def _complaint(self, what: str, text: Any) -> str:
         """Why `text` cannot be run, or nothing."""
         if not isinstance(text, str):
@@ -126,7 +188,7 @@ class ToolPool:
             return f"{what} is {size} bytes long; at most {self.config.code_bytes} are allowed"
         return ""
 
-    async def _place(self) -> Worker:
+    async def place(self) -> Worker:
         """A place on a live zygote, first come, first served."""
         while True:
             worker = await self._places.get()
@@ -142,13 +204,18 @@ class ToolPool:
             self._places.get_nowait()
         self._places.put_nowait(None)
 
-    def _free(self, worker: Worker) -> None:
+    def free(self, worker: Worker) -> None:
+        """Give a place back."""
         if worker.alive and not self._failure:
             self._places.put_nowait(worker)
 
-    async def _start(self) -> Worker:
+    async def _start(self, tier: str) -> Worker:
         self._started += 1
-        worker = Worker(self.config, self._root / str(self._started), self._free)
+        directory = None
+        if tier not in NAMESPACED:
+            self._root = self._root or pathlib.Path(tempfile.mkdtemp(prefix="rstar_tool_"))
+            directory = self._root / str(self._started)
+        worker = Worker(self.config, tier, self._started, directory)
         await worker.start()
         self._workers.add(worker)
         return worker
@@ -160,10 +227,11 @@ class ToolPool:
                 self._places.put_nowait(worker)
             await worker.died.wait()
             self._workers.discard(worker)
-            await asyncio.to_thread(_clean_up_after, worker.directory)
+            if worker.directory:
+                await asyncio.to_thread(_clean_up_after, worker.directory)
             for attempt in range(1, RESTARTS + 1):
                 try:
-                    worker = await self._start()
+                    worker = await self._start(worker.tier)
                     break
                 except Exception as error:  # of any kind: calls are waiting, and have to hear of it
                     if attempt == RESTARTS:
@@ -173,7 +241,7 @@ class ToolPool:
     async def _clean_up(self) -> None:
         await asyncio.gather(*(worker.close(CLOSE_SECONDS) for worker in self._workers))
         self._workers.clear()
-        if self._root.exists():
+        if self._root and self._root.exists():
             await asyncio.to_thread(_clean_up_after, self._root)
 
 

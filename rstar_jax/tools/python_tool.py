@@ -1,12 +1,17 @@
-"""The Python tool of rStar2-Agent: `python_code_with_standard_io(code, input)`, stateless, on a `ToolPool`."""
+"""The Python tool of rStar2-Agent: `python_code_with_standard_io(code, input)`, on a pool of Python processes.
+
+`PythonTool` is stateless: each call is a process of its own. `SessionPythonTool` gives each trajectory one that lives on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+from rstar_jax.tools.base import Runner, Session
 from rstar_jax.tools.formatting import STYLES, format_result
-from rstar_jax.tools.pool import ToolPool
+from rstar_jax.tools.isolation import Isolation
 from rstar_jax.types import ToolResult, ToolStatus, UserError
 
 NAME = "python_code_with_standard_io"
@@ -42,14 +47,20 @@ SCHEMA: Mapping[str, Any] = {
 class PythonTool:
     """The `Tool` protocol on a pool. `style` and `show_time` are those of `format_result`."""
 
-    def __init__(self, pool: ToolPool, style: str = "rstar2", show_time: bool = False):
+    def __init__(self, pool: Runner, style: str = "rstar2", show_time: bool = False):
         if style not in STYLES:
             raise UserError(f"tool style {style!r} is not known; choose one of {', '.join(STYLES)}")
         if show_time and style != "rstar2":
             raise UserError(f"show_time belongs to tool style 'rstar2', not to {style!r}")
         self._pool = pool
+        self._run: Session | Runner = pool
         self._style = style
         self._show_time = show_time
+
+    @property
+    def isolation(self) -> Isolation:
+        """What every call is kept from."""
+        return self._pool.isolation
 
     @property
     def name(self) -> str:
@@ -64,10 +75,23 @@ class PythonTool:
         input. Malformed arguments are `REJECTED`, with a line for the model in `stderr`."""
         if complaint := _complaint(arguments):
             return ToolResult(ToolStatus.REJECTED, stderr=complaint)
-        return await self._pool.run(arguments["code"], arguments.get("input", ""))
+        return await self._run.run(arguments["code"], arguments.get("input", ""))
 
     def format(self, result: ToolResult) -> str:
         return format_result(result, style=self._style, show_time=self._show_time)
+
+
+class SessionPythonTool(PythonTool):
+    """Python that remembers: within one trajectory the names that a call defines are there in the next. A call outside `session` is
+    stateless."""
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator[PythonTool]:
+        """The tool of one trajectory; its process ends with the context."""
+        async with self._pool.session() as session:
+            tool = PythonTool(self._pool, self._style, self._show_time)
+            tool._run = session
+            yield tool
 
 
 def _complaint(arguments: Any) -> str:

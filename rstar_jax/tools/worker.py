@@ -12,11 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
 from rstar_jax.config import ToolConfig
+from rstar_jax.tools.view import view
 from rstar_jax.types import InfrastructureError, UserError
 
 START_SECONDS = 120.0  # for the imports of `preload` on a cold disk
@@ -33,14 +35,14 @@ zygote.main(int(sys.argv[2]))
 """
 
 
-def clean_environment(directory: pathlib.Path) -> dict[str, str]:
+def clean_environment(directory: str) -> dict[str, str]:
     """All that a call finds in `os.environ`. Nothing of the trainer's passes but what this interpreter needs to start."""
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "LANG": "C.UTF-8",
         "TZ": "UTC",
-        "HOME": str(directory),
-        "TMPDIR": str(directory),
+        "HOME": directory,
+        "TMPDIR": directory,
         "PYTHONHASHSEED": "0",
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
@@ -54,23 +56,30 @@ def clean_environment(directory: pathlib.Path) -> dict[str, str]:
     return environment
 
 
+class TierUnavailable(Exception):
+    """The zygote cannot have the tier here; the text says why."""
+
+
 @dataclasses.dataclass
 class _Pending:
     future: asyncio.Future[dict[str, Any]]
     watchdog: asyncio.TimerHandle
+    free: Callable[[], None]
 
 
 class Worker(asyncio.Protocol):
-    """One zygote. `on_free(worker)` is called once for each submitted call when its place is free again, which is later than
-    the end of `run` when that was cancelled; it is not called for the calls of a zygote that died. `died` is set when the
-    zygote's process has ended, by itself or not."""
+    """One zygote. `died` is set when its process has ended, by itself or not."""
 
-    def __init__(self, config: ToolConfig, directory: pathlib.Path, on_free: Callable[[Worker], None]):
+    def __init__(self, config: ToolConfig, tier: str, number: int, directory: pathlib.Path | None):
+        """`number`: of this zygote among those of this process. `directory`: for the calls' directories, None in the tiers where
+        those lie in a mount namespace."""
         self.directory = directory
+        self.promises: dict[str, bool] = {}
+        self.tier = tier
+        self._number = number
         self.died = asyncio.Event()
         self.alive = False  # takes calls
         self._config = config
-        self._on_free = on_free
         self._loop = asyncio.get_running_loop()
         self._inbox = bytearray()
         self._pending: dict[int, _Pending] = {}
@@ -79,19 +88,20 @@ class Worker(asyncio.Protocol):
 
     async def start(self) -> None:
         """Start the process and wait for its imports. Raises `UserError` when a module of `preload` cannot be imported,
-        `InfrastructureError` when the process does not come up."""
+        `TierUnavailable` when the tier cannot be had, `InfrastructureError` when the process does not come up."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs:
             self._transport, _ = await self._loop.create_connection(lambda: self, sock=ours)
             flags = ["-s", "-P", "-B", "-X", "no_debug_ranges"]  # -I would also ignore PYTHONHASHSEED
             try:
-                self.directory.mkdir(mode=0o700, parents=True)
+                if self.directory:
+                    self.directory.mkdir(mode=0o700, parents=True)
                 self._process = subprocess.Popen(
                     [sys.executable, *flags, "-c", _PROGRAM, _ROOT, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    env=clean_environment(self.directory),
+                    env=clean_environment(str(self.directory or "/box")),
                     cwd="/",
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
@@ -106,6 +116,9 @@ class Worker(asyncio.Protocol):
             answer = await asyncio.wait_for(self._ready, START_SECONDS)
             if "refused" in answer:
                 raise UserError(f"the tool's process cannot start: {answer['refused']}")
+            if "unavailable" in answer:
+                raise TierUnavailable(answer["unavailable"])
+            self.promises = answer["promises"]
         except BaseException as error:
             self.kill()
             await self.died.wait()
@@ -115,29 +128,48 @@ class Worker(asyncio.Protocol):
         self.alive = True
 
     def _settings(self) -> dict[str, Any]:
+        config = self._config
+        seen = view(config.packages, config.readable)
         return {
+            "tier": self.tier,
+            "number": os.getpid() * 64 + self._number,
             "directory": str(self.directory),
-            "preload": self._config.preload,
-            "cpu_seconds": math.ceil(self._config.cpu_s),  # whole seconds are the kernel's unit
-            "memory_bytes": self._config.memory_bytes,
-            "output_bytes": self._config.output_bytes,
-            "hard_output_bytes": self._config.hard_output_bytes,
+            "cover": tempfile.gettempdir(),
+            "trees": seen.trees,
+            "library": seen.library,
+            "sites": seen.sites,
+            "preload": config.preload,
+            "cpu_seconds": math.ceil(config.cpu_s),  # whole seconds are the kernel's unit
+            "memory_bytes": config.memory_bytes,
+            "output_bytes": config.output_bytes,
+            "hard_output_bytes": config.hard_output_bytes,
+            "processes": config.processes,
+            "disk_bytes": config.disk_bytes,
+            "disk_files": config.disk_files,
+            "slots": config.concurrency + config.max_sessions,
         }
 
-    async def run(self, code: str, stdin: str, timeout: float) -> dict[str, Any]:
-        """The zygote's report on one call. Raises `InfrastructureError` when the zygote dies first."""
+    async def run(self, code: str, stdin: str, timeout: float, free: Callable[[], None], session: int | None = None) -> dict[str, Any]:
+        """The zygote's report on one call, or on one cell of the session of that number. Raises `InfrastructureError` when the
+        zygote dies first. `free` is called once when the call has left the machine, which is later than the end of this coroutine
+        when that is cancelled."""
         self._next_id += 1
         call = self._next_id
         future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         watchdog = self._loop.call_later(timeout + GRACE_SECONDS, self.kill)
-        self._pending[call] = _Pending(future, watchdog)
-        self._send({"id": call, "code": code, "stdin": stdin, "timeout": timeout})
+        self._pending[call] = _Pending(future, watchdog, free)
+        self._send({"id": call, "code": code, "stdin": stdin, "timeout": timeout, "session": session})
         try:
             return await future
         except asyncio.CancelledError:
-            if call in self._pending:
+            if call in self._pending and self.alive:
                 self._send({"cancel": call})
             raise
+
+    def end_session(self, session: int) -> None:
+        """Kill the session's process, if it lives."""
+        if self.alive:
+            self._send({"close": session})
 
     def kill(self) -> None:
         """SIGKILL the zygote; its calls die with it."""
@@ -171,7 +203,7 @@ class Worker(asyncio.Protocol):
             pending.watchdog.cancel()
             if not pending.future.done():
                 pending.future.set_result(message)
-            self._on_free(self)
+            pending.free()
 
     def _ended(self) -> None:
         """The process has ended: reap it, and fail what it had in hand."""
@@ -188,6 +220,7 @@ class Worker(asyncio.Protocol):
             pending.watchdog.cancel()
             if not pending.future.done():
                 pending.future.set_exception(error)
+            pending.free()
         self._pending.clear()
 
 

@@ -19,7 +19,7 @@ CHAT = CHAT_FORMATS["compact"]
 
 
 def shown(call):
-    return format_result(call.result, style="plain")
+    return format_result(call.result, style="last_line")
 
 
 @pytest.mark.parametrize("style", STYLES)

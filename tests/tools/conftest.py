@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import pathlib
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from rstar_jax.config import ToolConfig
 from rstar_jax.tools.pool import ToolPool
+from rstar_jax.tools.zygote import SPARES
 
 CONFIG = ToolConfig(
     workers=2,
@@ -41,10 +43,11 @@ class Shared:
         return self.runner.run(gather())
 
 
-@pytest.fixture(scope="session")
-def shared():
+@pytest.fixture(scope="session", params=["auto", "rlimits"])
+def shared(request):
+    """The strongest tier that there is, and the weakest."""
     with asyncio.Runner() as runner:
-        pool = runner.run(ToolPool(CONFIG).__aenter__())
+        pool = runner.run(ToolPool(dataclasses.replace(CONFIG, isolation=request.param)).__aenter__())
         yield Shared(runner, pool)
         runner.run(pool.__aexit__(None, None, None))
 
@@ -93,8 +96,25 @@ class Processes:
 
     @staticmethod
     def zygotes():
-        """Pids of the zygotes that this process owns."""
-        return [child for child in Processes.children(os.getpid()) if Processes.is_zygote(child)]
+        """Pids of the zygotes that this process owns: where there is a PID namespace, of the first process in it."""
+        started = [child for child in Processes.children(os.getpid()) if Processes.is_zygote(child)]
+        inner = {pid: [p for p in Processes.children(pid) if Processes.namespace(p) != Processes.namespace(pid)] for pid in started}
+        return [inner[pid][0] if inner[pid] and Processes.namespace(pid) == Processes.namespace("self") else pid for pid in started]
+
+    @staticmethod
+    def namespace(pid):
+        """The PID namespace of a process."""
+        with contextlib.suppress(OSError):
+            return os.readlink(f"/proc/{pid}/ns/pid")
+        return None
+
+    @staticmethod
+    def quiet(zygote):
+        """Whether a zygote has no children but its spares, each with an idle first process where there are PID namespaces."""
+        family = Processes.descendants(zygote)
+        own = Processes.namespace(zygote)
+        expected = SPARES if own == Processes.namespace("self") else 2 * SPARES
+        return len(family) == expected and "Z" not in map(Processes.state, family)
 
 
 @pytest.fixture(scope="session")

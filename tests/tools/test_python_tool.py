@@ -49,9 +49,9 @@ def test_calls_share_no_state(call):
 
 
 def test_a_program_from_call_to_text(shared):
-    plain, rstar2 = PythonTool(shared.pool, style="plain"), PythonTool(shared.pool)
-    result = shared.runner.run(plain.call({"code": "print('a')\nx"}))
-    assert plain.format(result) == "a\nNameError: name 'x' is not defined"
+    last_line, rstar2 = PythonTool(shared.pool, style="last_line"), PythonTool(shared.pool)
+    result = shared.runner.run(last_line.call({"code": "print('a')\nx"}))
+    assert last_line.format(result) == "a\nNameError: name 'x' is not defined"
     assert rstar2.format(result) == (
         "Tool call failure\nreason: \nstdout: a\n\nstderr: NameError at line 2: name 'x' is not defined\n  x\n"
     )
@@ -65,7 +65,7 @@ def test_the_schema_is_what_the_released_models_know(shared):
     assert function["parameters"]["required"] == ["code", "input"]
 
 
-@pytest.mark.parametrize("arguments", [{"style": "fancy"}, {"style": "plain", "show_time": True}])
+@pytest.mark.parametrize("arguments", [{"style": "fancy"}, {"style": "last_line", "show_time": True}])
 def test_an_unknown_style_is_a_user_error(shared, arguments):
     with pytest.raises(UserError, match="style"):
         PythonTool(shared.pool, **arguments)

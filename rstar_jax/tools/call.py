@@ -85,7 +85,8 @@ class Program:
         self.new = True  # the call in hand is its first
         self.unsent = b""
         self.started = self.deadline = 0.0
-        slot.note[0] = child.SETTING_UP
+        self.ready = False  # set up and confined
+        slot.note[0] = child.RUNNING
         slot.used = True
         with contextlib.ExitStack() as undo:
             pipes = []
@@ -133,8 +134,17 @@ class Program:
 
     def answer(self) -> bytes:
         """What a session says of its cell: (note, exit code), or nothing yet."""
+        self.look()
+        return self._read(2)
+
+    def look(self) -> bool:
+        """Whether it has been confined and is ready for its job."""
+        self.ready = self.ready or self._read(1) == child.READY
+        return self.ready
+
+    def _read(self, count: int) -> bytes:
         try:
-            return self.channel.recv(2)
+            return self.channel.recv(count)
         except OSError:
             return b""
 
@@ -182,6 +192,7 @@ class Program:
             "stderr": stderr,
             "truncated": cut_stdout or cut_stderr,
             "alive": alive,
+            "ready": self.ready,
         }
         self.job = None
         return report
@@ -198,6 +209,7 @@ class Program:
         for output in self.outputs:
             os.close(output.fd)
         os.close(self.pidfd)
+        self.look()
         self.channel.close()
         _, status, usage = os.wait4(self.pid, 0)
         code = os.waitstatus_to_exitcode(status)

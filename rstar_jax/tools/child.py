@@ -38,7 +38,8 @@ CHANNEL = 3  # file descriptor of the socket to the zygote
 MAX_FDS = 4096  # of the zygote: above it a child has nothing to close
 TRACEBACK_LINES = 60
 
-SETTING_UP, RUNNING, EXCEPTION, OUT_OF_MEMORY = range(4)  # values of a call's note
+READY = b"R"  # the first byte on the channel: from then on it is the program's business what happens
+RUNNING, EXCEPTION, OUT_OF_MEMORY = range(3)  # values of a call's note
 
 _RESERVE_BYTES = 4 << 20
 _OWN = re.compile(r"<code>|<cell \d+>")
@@ -230,6 +231,7 @@ def run(slot: Slot, sandbox: Sandbox, fds: tuple[int, int, int]) -> NoReturn:
             _complain(f"{type(error).__name__}: {error}")
             raise
         cpu_seconds = sandbox.settings["cpu_seconds"]
+        os.write(CHANNEL, READY)
         job = _receive()
         gc.enable()
         if job["session"]:

@@ -8,6 +8,7 @@ one message out and one in.
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 import functools
 import pathlib
@@ -52,7 +53,8 @@ class ToolPool:
     def __init__(self, config: ToolConfig):
         config.validate()
         self.config = config
-        self._places: asyncio.Queue[Worker | None] = asyncio.Queue()  # of live zygotes, free for one call each; None: broken
+        self._places: collections.deque[Worker] = collections.deque()  # of zygotes, free for one call each
+        self._waiters: collections.deque[asyncio.Future[Worker]] = collections.deque()  # for a place, the first comes first
         self._workers: set[Worker] = set()
         self._keepers: list[asyncio.Task[None]] = []
         self._started = 0
@@ -175,7 +177,7 @@ class ToolPool:
         """What a zygote reported. Raises `InfrastructureError` for a call that was never run: not the program's fault."""
         if "failed" in report:
             raise InfrastructureError(report["failed"])
-        if report["note"] == child.SETTING_UP and report["reason"] is None:
+        if not report["ready"] and report["reason"] is None:
             raise InfrastructureError(f"a call ended with code {report['code']} while it was set up: {report['stderr'].strip()[-300:]}")
         return to_result(report, self.config.cpu_s)
 
@@ -189,25 +191,41 @@ class ToolPool:
         return ""
 
     async def place(self) -> Worker:
-        """A place on a live zygote, first come, first served."""
-        while True:
-            worker = await self._places.get()
-            if worker is None:
-                self._places.put_nowait(None)  # for the others who wait
-                raise InfrastructureError(self._failure)
+        """A place on a live zygote, first come, first served. Raises `InfrastructureError` when there will be none."""
+        if self._failure:
+            raise InfrastructureError(self._failure)
+        while self._places:
+            worker = self._places.popleft()
             if worker.alive:
                 return worker
-
-    def _break(self, failure: str) -> None:
-        self._failure = failure
-        while not self._places.empty():
-            self._places.get_nowait()
-        self._places.put_nowait(None)
+        future: asyncio.Future[Worker] = asyncio.get_running_loop().create_future()
+        self._waiters.append(future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():  # it was given one in the same moment
+                self.free(future.result())
+            raise
 
     def free(self, worker: Worker) -> None:
-        """Give a place back."""
-        if worker.alive and not self._failure:
-            self._places.put_nowait(worker)
+        """Give a place back: to who has waited longest, so that nobody is overtaken."""
+        if not worker.alive or self._failure:
+            return
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(worker)
+                return
+        self._places.append(worker)
+
+    def _break(self, failure: str) -> None:
+        """Let nobody wait for what will not come."""
+        self._failure = failure
+        self._places.clear()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_exception(InfrastructureError(failure))
+        self._waiters.clear()
 
     async def _start(self, tier: str) -> Worker:
         self._started += 1
@@ -224,7 +242,7 @@ class ToolPool:
         """Offer `share` places on `worker`; when it dies, clean up behind it and do the same with its successor."""
         while True:
             for _ in range(share):
-                self._places.put_nowait(worker)
+                self.free(worker)
             await worker.died.wait()
             self._workers.discard(worker)
             if worker.directory:

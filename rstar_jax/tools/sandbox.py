@@ -88,7 +88,7 @@ class Sandbox:
 
     def slot(self, index: int) -> Slot:
         """A new place."""
-        slot = Slot(index, self.user(index), f"{self.settings['directory']}/{index}", mmap.mmap(-1, 1))
+        slot = Slot(index, self.user(index), f"{self.settings['directory']}/{index}", _new_note())
         self.make_directory(slot)
         return slot
 
@@ -113,7 +113,15 @@ class Sandbox:
 
     def fork(self, slot: Slot) -> Forked:
         os.environ["HOME"] = os.environ["TMPDIR"] = slot.cwd  # here: a page that a child writes to has to be copied first
-        return Forked(os.fork(), 0)
+        return Forked(self.fork_with_note(slot), 0)
+
+    def fork_with_note(self, slot: Slot) -> int:
+        """Fork a process that shares the note of its own slot and no other: what is shared could be read and forged."""
+        syscalls.inherit(slot.note, True)
+        pid = syscalls.fork()
+        if pid:
+            syscalls.inherit(slot.note, False)
+        return pid
 
     # in the child
 
@@ -269,7 +277,7 @@ class Namespaced(Sandbox):
         seccomp.load(namespaces=True, metadata=True)
 
     def slot(self, index: int) -> Slot:
-        slot = Slot(index, self.user(index), rootfs.BOX, mmap.mmap(-1, 1))
+        slot = Slot(index, self.user(index), rootfs.BOX, _new_note())
         slot.stack = mmap.mmap(-1, _IDLE_STACK)
         syscalls.setns(self.base, CLONE_NEWNS)
         syscalls.unshare(CLONE_NEWNS)
@@ -302,7 +310,7 @@ class Namespaced(Sandbox):
         try:
             assert slot.stack is not None
             first = syscalls.start_idle_process(ctypes.addressof(ctypes.c_char.from_buffer(slot.stack)) + _IDLE_STACK)
-            return Forked(os.fork(), first)
+            return Forked(self.fork_with_note(slot), first)
         except BaseException:
             if first:
                 os.kill(first, 9)
@@ -384,6 +392,12 @@ class Unprivileged(Namespaced):
         syscalls.set_capabilities(0)
         if self.rules >= 0:
             landlock.restrict(self.rules)
+
+
+def _new_note() -> mmap.mmap:
+    note = mmap.mmap(-1, mmap.PAGESIZE)
+    syscalls.inherit(note, False)
+    return note
 
 
 SANDBOXES: dict[str, type[Sandbox]] = {kind.tier: kind for kind in (Privileged, Unprivileged, Landlocked, Sandbox)}

@@ -7,8 +7,8 @@ length, big endian, then the body):
     owner -> zygote   the settings, once; then {"id", "code", "stdin", "timeout", "session"} for a call or (session: a number, not
                       null) a cell, {"cancel": id} to kill one, {"close": session} to end one
     zygote -> owner   {"ready", "promises"}, {"refused": why} or {"unavailable": why}; then for each call {"id", "code", "reason",
-                      "note", "seconds", "cpu_seconds", "stdout", "stderr", "truncated", "alive", "started"}, or {"id", "failed":
-                      why} when it could not be run
+                      "note", "seconds", "cpu_seconds", "stdout", "stderr", "truncated", "alive", "ready", "started"}, or {"id",
+                      "failed": why} when it could not be run
 
 The zygote is the parent of every call, so it keeps the deadline and drains the output; a busy event loop in the trainer delays
 neither. Who ends whom:
@@ -46,7 +46,10 @@ from rstar_jax.tools import child, syscalls
 from rstar_jax.tools.call import Output, Program
 from rstar_jax.tools.sandbox import SANDBOXES, Sandbox, Slot, Unavailable
 
-SPARES = 2  # forked and confined before there is a call for them
+# Processes that are forked and confined before there is a call for them. They are made several at a time: after a fork the zygote
+# has to copy each page that it writes to, and so it does that once for all of them.
+SPARES = 4
+FEW_SPARES = 1  # when no more are left, others are made
 INTERRUPT_SECONDS = 1.0  # that a session has after SIGINT before it is killed
 
 _WARM_UP_RUNS = 20
@@ -198,7 +201,7 @@ class Zygote:
             del self.sessions[program.session]  # type: ignore[arg-type]
         job = program.job
         report = program.finish()
-        self.sound = report["note"] != child.SETTING_UP
+        self.sound = report["ready"]
         if program in self.spares:
             self.spares.remove(program)
         if any(output.total > self.settings["hard_output_bytes"] for output in program.outputs):
@@ -292,11 +295,12 @@ class Zygote:
                 program.expire(INTERRUPT_SECONDS)
         if self.orphans:
             self.sweep()
-        if lacking and not events and not messages_wait:
-            with contextlib.suppress(OSError):  # the call that needs one tries again and says what is wrong
-                self.spares.append(self.spawn())
-                return
+        if self.sound and len(self.spares) <= (SPARES - 1 if not events and not messages_wait else FEW_SPARES):
             self.sound = False
+            with contextlib.suppress(OSError):  # the call that needs one tries again and says what is wrong
+                while len(self.spares) < SPARES:
+                    self.spares.append(self.spawn())
+                self.sound = True
 
     def serve(self) -> None:
         """Work until the owner is gone, then leave nothing behind."""
@@ -391,15 +395,45 @@ def _warm_up() -> None:
     del builtins._  # type: ignore[attr-defined]
 
 
-# Run once after a module is preloaded: what it imports or computes at first use is then there in every call.
+# Run after a module is preloaded: what it imports, computes and caches at first use is then there in every call.
 _EXERCISES = {
-    "numpy": "import numpy as np\na = np.arange(4.0).reshape(2, 2)\nrepr(a @ a + np.linalg.inv(a + np.eye(2))); str(a.sum())",
-    "sympy": "from sympy import *\nx, y = symbols('x y')\nstr(solve(x**2 - 3*x + 2, x)); str(solve([x + y - 3, x - y - 1], [x, y]))\n"
-    "str(simplify(sin(x)**2 + cos(x)**2)); str(expand((x + 1)**3)); str(factor(x**2 - 1)); str(integrate(x**2, x))\n"
-    "str(diff(sin(x), x)); str(limit(sin(x) / x, x, 0)); str(summation(x, (x, 1, 10)))\n"
-    "str(Rational(1, 3) + sqrt(2)); N(pi, 20); factorint(360); str(Matrix([[1, 2], [3, 4]]).det()); str(series(exp(x), x, 0, 3))\n"
-    "latex(x**2 / 2); pretty(x**2 / 2)",
-    "scipy": "import scipy.optimize, scipy.integrate, scipy.linalg",
+    "numpy": """
+import numpy as np
+a = np.arange(4.0).reshape(2, 2)
+repr(a @ a + np.linalg.inv(a + np.eye(2))), str(a.sum()), np.linalg.eigvals(a), np.linalg.solve(a + np.eye(2), a[0]), a.mean(axis=0)
+np.random.default_rng(0).normal(size=3), np.roots([1, -3, 2]), np.gcd(12, 18), np.array([1, 2, 3], dtype=object).sum(), np.sort(a[::-1])
+""",
+    "scipy": "import scipy.optimize, scipy.integrate, scipy.linalg, scipy.special, scipy.stats",
+    "sympy": """
+from sympy import *
+x, y, z, n, k = symbols("x y z n k")
+p, m = symbols("p m", positive=True, integer=True)
+t, f = symbols("t", real=True), Function("f")
+for equation in (x - 1, x**2 - 3*x + 2, x**3 - 6*x**2 + 11*x - 6, x**4 - 5*x**2 + 4, x**2 + x + 1, 2*x/3 - 5, sqrt(x + 1) - 3,
+                 exp(x) - 2, log(x) - 1, sin(x) - Rational(1, 2), Eq(x**2, 2), 1/x + x - 2, Abs(t) - 3):
+    str(solve(equation))
+str(solve([x + y - 3, x - y - 1], [x, y])), str(solve([x**2 + y**2 - 5, x*y - 2], [x, y])), str(solveset(x**2 - 4, x, S.Reals))
+str(linsolve([x + y - 3, x - y - 1], [x, y])), str(solve(x**2 < 4, x)), str(nsolve(cos(x) - x, x, 1)), str(roots(x**3 - 1, x))
+str(simplify(sin(x)**2 + cos(x)**2)), str(simplify((x**2 - 1)/(x - 1))), str(expand((x + y)**3)), str(factor(x**3 - y**3))
+str(apart(1/(x**2 - 1))), str(together(1/x + 1/y)), str(cancel((x**2 - 1)/(x + 1))), str(radsimp(1/(sqrt(2) + 1)))
+str(trigsimp(tan(x)*cos(x)))
+str(integrate(x**2*exp(x), x)), str(integrate(1/(1 + x**2), (x, 0, oo))), str(diff(sin(x)*exp(x), x, 2)), str(limit(sin(x)/x, x, 0))
+str(series(exp(x), x, 0, 4)), str(summation(k, (k, 1, n))), str(summation(1/k**2, (k, 1, oo))), str(product(k, (k, 1, 5)))
+str(Poly(x**3 + 2*x, x).all_coeffs()), str(div(x**3 - 1, x - 1)), str(gcd(x**2 - 1, x - 1)), str(resultant(x**2 - 2, x - y, x))
+str(factorint(360)), isprime(97), nextprime(100)
+str(divisors(28)), totient(36), gcd(12, 18), lcm(4, 6), mod_inverse(3, 11), binomial(10, 3)
+str(N(pi, 20)), str(Rational(1, 3) + sqrt(2)), str(nsimplify(0.5)), str((1 + I)**2), str(re(1 + I)), floor(Rational(7, 2))
+str(sqrt(8).evalf())
+M = Matrix([[1, 2], [3, 4]])
+str(M.det()), str(M.inv()), str(M.eigenvals()), str(M.rref()), str(M * M), str(M.T)
+str(x.subs(x, 2)), lambdify(x, x**2)(2.0), str(Sum(k, (k, 1, 3)).doit()), str(Piecewise((x, x > 0), (0, True)))
+str(latex(x**2/2)), pretty(x**2/2)
+str(dsolve(f(x).diff(x) - f(x), f(x))), str(Interval(0, 1).intersect(Interval(Rational(1, 2), 2))), str(p + m > 0)
+str(sympify("x**2 + 1"))
+str(geometry.Point(0, 0).distance(geometry.Point(3, 4))), str(geometry.Circle((0, 0), 1).area), str(diophantine(3*x + 5*y - 1))
+str(symbols("a:3")), str(cos(pi/3)), str(tan(pi/4)), str(log(8, 2)), str(factorial(10)), str(fibonacci(10)), str(Mod(17, 5))
+str(root(27, 3))
+""",
 }
 
 

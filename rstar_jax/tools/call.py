@@ -1,4 +1,4 @@
-"""The process of a call or a session as its zygote sees it: two pipes that are drained, a channel, a deadline. Standard library
+"""The process of a call or a session as its keeper sees it: two pipes that are drained, a channel, a deadline. Standard library
 alone."""
 
 from __future__ import annotations
@@ -6,13 +6,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
 import socket
 import time
 from typing import Any
 
 from rstar_jax.tools import child
-from rstar_jax.tools.sandbox import Sandbox, Slot
 
 _CHUNK = 1 << 16
 _PIPE_CHUNKS = 17  # more than a pipe can hold
@@ -74,11 +72,12 @@ def _split_bytes(data: bytes) -> int:
 
 
 class Program:
-    """A process that waits for a job, or runs one. As a session it runs one cell after another."""
+    """A process that waits for a job, or runs one. As a session it runs one cell after another. The keeper's end of it: two pipes
+    and a channel; `others` are the child's ends."""
 
-    def __init__(self, sandbox: Sandbox, slot: Slot):
-        """Fork it. Raises `OSError` when there is no process or no descriptor to be had."""
-        self.slot = slot
+    def __init__(self, number: int, keep: int):
+        """Open its pipes; `keep` bytes of each are kept. Raises `OSError` when there is no descriptor to be had."""
+        self.number = number
         self.session: int | None = None
         self.job: int | None = None  # the call in hand
         self.reason: str | None = None
@@ -86,8 +85,6 @@ class Program:
         self.unsent = b""
         self.started = self.deadline = 0.0
         self.ready = False  # set up and confined
-        slot.note[0] = child.RUNNING
-        slot.used = True
         with contextlib.ExitStack() as undo:
             pipes = []
             for _ in range(2):
@@ -96,20 +93,20 @@ class Program:
                 undo.callback(os.close, pipes[-1][1])
                 os.set_blocking(pipes[-1][0], False)
             self.channel, theirs = socket.socketpair()
-            undo.callback(self.channel.close)
-            undo.callback(theirs.close)
-            forked = sandbox.fork(slot)
-            if forked.pid == 0:
-                child.run(slot, sandbox, (pipes[0][1], pipes[1][1], theirs.fileno()))
-            self.pid, self.first = forked.pid, forked.first
-            self.pidfd = os.pidfd_open(self.pid)  # should this fail, the child is an orphan that the next sweep kills
             undo.pop_all()
-        os.close(pipes[0][1])
-        os.close(pipes[1][1])
-        theirs.close()
         self.channel.setblocking(False)
-        keep = sandbox.settings["output_bytes"]
+        self.others = [pipes[0][1], pipes[1][1], theirs.detach()]
         self.outputs = [Output(fd, keep) for fd, _ in pipes]
+
+    def close_others(self) -> None:
+        """The child has its ends now."""
+        for fd in self.others:
+            os.close(fd)
+
+    def close(self) -> None:
+        for output in self.outputs:
+            os.close(output.fd)
+        self.channel.close()
 
     def begin(self, job: dict[str, Any]) -> None:
         """Hand it a call. What the socket does not take at once is in `unsent`."""
@@ -148,31 +145,6 @@ class Program:
         except OSError:
             return b""
 
-    def expire(self, grace: float) -> None:
-        """The deadline has passed: a session is interrupted first, and has `grace` seconds to come to its senses."""
-        if self.session is not None and self.reason is None:
-            self.reason = "timeout"
-            self.deadline = time.monotonic() + grace
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGINT)
-        else:
-            self.kill("timeout")
-
-    def kill(self, reason: str) -> None:
-        """Kill it and all that it has started, as far as that can be reached; the first reason stays."""
-        self.reason = self.reason or reason
-        self.deadline = float("inf")
-        self._kill()
-
-    def _kill(self) -> None:
-        """Only before the pid is reaped, so that it cannot be another's."""
-        if self.first:
-            os.kill(self.first, signal.SIGKILL)  # and the kernel kills the others
-        os.kill(self.pid, signal.SIGKILL)
-        if not self.first:
-            with contextlib.suppress(ProcessLookupError):  # killed before its setsid
-                os.killpg(self.pid, signal.SIGKILL)
-
     def _drain(self) -> None:
         for output in self.outputs:
             for _ in range(_PIPE_CHUNKS):  # a grandchild may hold the pipe and go on writing: there may be no end to wait for
@@ -202,15 +174,9 @@ class Program:
         self._drain()
         return self._report(note, code, 0.0, True)
 
-    def finish(self) -> dict[str, Any]:
-        """Reap the dead process, close what it held, and describe how it ended. Its idle first process is still to be reaped."""
-        self._kill()
+    def finish(self, status: int, microseconds: int, note: int) -> dict[str, Any]:
+        """Describe how the process ended, and close what it held."""
         self._drain()
-        for output in self.outputs:
-            os.close(output.fd)
-        os.close(self.pidfd)
         self.look()
-        self.channel.close()
-        _, status, usage = os.wait4(self.pid, 0)
-        code = os.waitstatus_to_exitcode(status)
-        return self._report(self.slot.note[0], code, usage.ru_utime + usage.ru_stime, False)
+        self.close()
+        return self._report(note, os.waitstatus_to_exitcode(status), microseconds / 1e6, False)

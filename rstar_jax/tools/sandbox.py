@@ -14,7 +14,6 @@ import mmap
 import os
 import resource
 import stat
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,6 +59,7 @@ class Sandbox:
     """The tier `rlimits`: limits and a clean environment alone. The other tiers build on it."""
 
     tier = "rlimits"
+    has_process_namespace = False
 
     def __init__(self, settings: dict[str, Any]):
         self.settings = settings
@@ -71,10 +71,10 @@ class Sandbox:
         """Whether RLIMIT_NPROC binds: it does for every user but root."""
         return not self.root
 
-    # in the zygote, once
-
     def start(self) -> None:
-        """Before anything else has happened in the zygote; may fork. Raises `Unavailable`."""
+        """In the keeper, before it forks the zygote. Raises `Unavailable`."""
+
+    # in the zygote, once
 
     def enter(self) -> None:
         """Before modules are preloaded."""
@@ -238,6 +238,7 @@ class Landlocked(Sandbox):
 class Namespaced(Sandbox):
     """What `ns-root` and `userns` have in common: a root of its own, empty network, a PID namespace for each call."""
 
+    has_process_namespace = True
     namespaces = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
 
     def start(self) -> None:
@@ -246,7 +247,6 @@ class Namespaced(Sandbox):
             self.unshare()
         except (OSError, ValueError) as error:
             raise Unavailable(str(error)) from None
-        _become_first_process()
 
     def unshare(self) -> None:
         syscalls.unshare(self.namespaces)
@@ -464,17 +464,3 @@ def _everyone_reads(path: str) -> bool:
                 return False
         path = os.path.dirname(path)
     return True
-
-
-def _become_first_process() -> None:
-    """Go on as the first process of the new PID namespace. The process that was waits for it, and ends as it does; it dies with
-    the other way round too. Whoever kills either kills all."""
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        os.closerange(0, 4096)
-        _, status = os.waitpid(pid, 0)
-        os._exit(min(255, abs(os.waitstatus_to_exitcode(status))))
-    syscalls.prctl(syscalls.PR_SET_PDEATHSIG, 9)
-    if os.getppid() not in (0, parent):  # 0: it is outside this namespace, where it belongs
-        sys.exit(1)

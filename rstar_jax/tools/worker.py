@@ -27,11 +27,11 @@ _ROOT = str(pathlib.Path(__file__).parents[2])
 # The package need not be installed, and is not importable from a call unless it is.
 _PROGRAM = """import sys
 sys.path.insert(0, sys.argv[1])
-from rstar_jax.tools import zygote
+from rstar_jax.tools import keeper
 sys.path.pop(0)
 for name in [name for name in sys.modules if name.partition(".")[0] == "rstar_jax"]:
     del sys.modules[name]
-zygote.main(int(sys.argv[2]))
+keeper.main(int(sys.argv[2]))
 """
 
 

@@ -1,22 +1,18 @@
-"""The program of a warm Python process ("zygote"): it preloads modules, then forks one throw-away child for each call or session.
+"""The warm process ("zygote") that preloads modules and forks one throw-away child for each call or session.
 
-It is started with exec and never by a fork of the trainer (a fork of a process that runs JAX deadlocks). It uses the standard
-library alone and has one thread. It talks to its owner over one stream socket in frames of JSON (4 bytes of
-length, big endian, then the body):
+It sees no program, no input and no output: those go between its keeper (`keeper.py`) and the children, so nothing of a call is in the
+memory that later calls inherit. It uses the standard library alone and has one thread. Messages, one a packet:
 
-    owner -> zygote   the settings, once; then {"id", "code", "stdin", "timeout", "session"} for a call or (session: a number, not
-                      null) a cell, {"cancel": id} to kill one, {"close": session} to end one
-    zygote -> owner   {"ready", "promises"}, {"refused": why} or {"unavailable": why}; then for each call {"id", "code", "reason",
-                      "note", "seconds", "cpu_seconds", "stdout", "stderr", "truncated", "alive", "ready", "started"}, or {"id",
-                      "failed": why} when it could not be run
+    keeper -> zygote   SPAWN n, with three descriptors: standard output, standard error and the channel of the child; KILL n;
+                       INTERRUPT n
+    zygote -> keeper   READY with its promises, or UNAVAILABLE or REFUSED with the reason; then EXITED n, wait status, processor time
+                       in microseconds and note of a child; FAILED n, error number of one that could not be forked
 
-The zygote is the parent of every call, so it keeps the deadline and drains the output; a busy event loop in the trainer delays
-neither. Who ends whom:
+Who ends whom:
 
-* the trainer dies, however: the socket closes, the zygote kills every call, removes the directories and exits. No death signal
-  is asked for here: that signal follows the *thread* which started a process, and would leave directories behind;
+* the keeper is gone, however: the zygote kills every call, removes the directories and exits;
 * the zygote dies: its calls get SIGKILL (PR_SET_PDEATHSIG; the zygote's only thread is their parent), and in the namespace tiers
-  the kernel ends whatever lives in its PID namespace;
+  the kernel ends whatever lives in its PID namespace. The keeper sees it and ends too;
 * a call ends: in the namespace tiers the kernel ends all of its PID namespace. Elsewhere its process group is killed, and so is
   whatever escaped from the group. A call is a subreaper, so its orphans stay its own while it runs and fall to the zygote, a
   subreaper too, when it ends: any child that the zygote does not know is such an orphan.
@@ -27,6 +23,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import gc
 import importlib
@@ -37,20 +34,19 @@ import resource
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rstar_jax.tools import child, syscalls
-from rstar_jax.tools.call import Output, Program
-from rstar_jax.tools.sandbox import SANDBOXES, Sandbox, Slot, Unavailable
+from rstar_jax.tools.sandbox import Sandbox, Slot, Unavailable
 
-# Processes that are forked and confined before there is a call for them. They are made several at a time: after a fork the zygote
-# has to copy each page that it writes to, and so it does that once for all of them.
-SPARES = 4
-FEW_SPARES = 1  # when no more are left, others are made
-INTERRUPT_SECONDS = 1.0  # that a session has after SIGINT before it is killed
+SPAWN, KILL, INTERRUPT = b"SKI"
+READY, UNAVAILABLE, REFUSED, EXITED, FAILED = b"RUEXF"
+REQUEST = struct.Struct("<Bq")
+EVENT = struct.Struct("<Bqqqq")
 
 _WARM_UP_RUNS = 20
 _CHUNK = 1 << 16
@@ -59,163 +55,109 @@ _SHUTDOWN_SECONDS = 3.0
 _HUGE_PAGE = 2 << 20
 
 
-class Zygote:
-    """The loop: take jobs, fork, drain, reap, report."""
+@dataclasses.dataclass(eq=False)
+class Child:
+    """A process of a call. `first`: the idle process that holds its PID namespace, 0 without one."""
 
-    def __init__(self, control: socket.socket, settings: dict[str, Any], sandbox: Sandbox, children: int):
-        self.control = control
+    number: int
+    slot: Slot
+    pid: int
+    first: int
+    pidfd: int
+
+    def kill(self) -> None:
+        """Kill it and all that it has started, as far as that can be reached. Only before it is reaped, so that its pid cannot be
+        another's."""
+        if self.first:
+            os.kill(self.first, signal.SIGKILL)  # and the kernel kills the others
+        os.kill(self.pid, signal.SIGKILL)
+        if not self.first:
+            with contextlib.suppress(ProcessLookupError):  # killed before its setsid
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+class Zygote:
+    """The loop: fork, kill, reap."""
+
+    def __init__(self, keeper: socket.socket, settings: dict[str, Any], sandbox: Sandbox, list_of_children: int):
+        self.keeper = keeper
         self.settings = settings
         self.sandbox = sandbox
-        self.inbox = bytearray()
-        self.outbox = bytearray()
-        self.programs: set[Program] = set()
-        self.spares: list[Program] = []
-        self.sessions: dict[int, Program] = {}
+        self.children: dict[int, Child] = {}
         self.free: list[Slot] = []
         self.slots = 0
-        self.sound = True  # the last process that was started could be confined
         self.removers: set[int] = set()  # pids of processes that remove directories
         self.orphans = False  # whether killed orphans are still to be reaped
+        self.list_of_children = list_of_children
         self.poll = select.poll()
-        self.poll.register(control, select.POLLIN)
+        self.poll.register(keeper, select.POLLIN)
         self.handlers: dict[int, Callable[[], None]] = {}
-        self.children = children
 
-    def watch(self, fd: int, handler: Callable[[], None], events: int = select.POLLIN) -> None:
-        self.poll.register(fd, events)
+    def watch(self, fd: int, handler: Callable[[], None]) -> None:
+        self.poll.register(fd, select.POLLIN)
         self.handlers[fd] = handler
 
     def unwatch(self, fd: int) -> None:
-        if self.handlers.pop(fd, None):
-            self.poll.unregister(fd)
+        del self.handlers[fd]
+        self.poll.unregister(fd)
 
-    # the owner
-
-    def send(self, message: dict[str, Any]) -> None:
-        self.outbox += _frame(message)
-        self.flush()
-
-    def flush(self) -> None:
-        """Write what the socket takes now; the rest waits, so that a slow owner never delays a deadline."""
-        try:
-            while self.outbox:
-                del self.outbox[: self.control.send(self.outbox)]
-        except BlockingIOError:
-            pass
-        self.poll.modify(self.control, select.POLLIN | (select.POLLOUT if self.outbox else 0))
-
-    def receive(self) -> list[dict[str, Any]]:
-        """All whole frames that have arrived. Raises `EOFError` when the owner is gone."""
-        try:
-            chunk = self.control.recv(_CHUNK)
-        except BlockingIOError:
-            return []
-        if not chunk:
+    def receive(self) -> None:
+        """Do what the keeper asks for. Raises `EOFError` when it is gone."""
+        packet, fds, _, _ = socket.recv_fds(self.keeper, REQUEST.size, 3)
+        if not packet:
             raise EOFError
-        self.inbox += chunk
-        return _frames(self.inbox)
+        kind, number = REQUEST.unpack(packet)
+        if kind == SPAWN:
+            try:
+                self.spawn(number, fds)
+            except OSError as error:
+                self.keeper.send(EVENT.pack(FAILED, number, error.errno or 0, 0, 0))
+            finally:
+                for fd in fds:
+                    os.close(fd)
+        elif number in self.children:
+            if kind == KILL:
+                self.children[number].kill()
+            else:
+                os.kill(self.children[number].pid, signal.SIGINT)
 
-    def handle(self, message: dict[str, Any]) -> None:
-        if "cancel" in message:
-            for program in self.programs:
-                if program.job == message["cancel"]:
-                    program.kill("cancelled")
-        elif "close" in message:
-            if message["close"] in self.sessions:
-                self.sessions.pop(message["close"]).kill("cancelled")
-        else:
-            self.begin(message)
-
-    # calls
-
-    def spawn(self) -> Program:
-        """A process that waits for a job. Raises `OSError`."""
+    def spawn(self, number: int, fds: Sequence[int]) -> None:
+        """A process that waits for a job on its channel. Raises `OSError`."""
         if not self.free:
             self.free.append(self.sandbox.slot(self.slots))
             self.slots += 1
         slot = self.free.pop()
         try:
             self.sandbox.clean(slot, self.discard)
-            program = Program(self.sandbox, slot)
+            slot.note[0] = child.RUNNING
+            slot.used = True
+            forked = self.sandbox.fork(slot)
+            if forked.pid == 0:
+                child.run(slot, self.sandbox, (fds[0], fds[1], fds[2]))
         except BaseException:
             self.free.append(slot)
             raise
-        self.programs.add(program)
-        self.watch(program.pidfd, functools.partial(self.reap, program))
-        return program
+        one = Child(number, slot, forked.pid, forked.first, os.pidfd_open(forked.pid))
+        self.children[number] = one
+        self.watch(one.pidfd, functools.partial(self.reap, one))
 
-    def begin(self, job: dict[str, Any]) -> None:
-        session = job["session"]
-        program = self.sessions.get(session) if session is not None else None
-        job["started"] = program is None
-        try:
-            if program is None:
-                program = self.spares.pop(0) if self.spares else self.spawn()
-        except OSError as error:  # no process, no memory, no disk: the machine's failure, not the program's
-            self.send({"id": job["id"], "failed": f"a call could not be started: {error}"})
-            return
-        if session is not None:
-            self.sessions[session] = program
-        program.new = job["started"]
-        program.begin(job)
-        for output in program.outputs:
-            self.watch(output.fd, functools.partial(self.read, program, output))
-        if program.unsent or session is not None:
-            self.talk(program)
-
-    def talk(self, program: Program) -> None:
-        """Watch a program's channel as long as there is something to say or to hear."""
-        fd = program.channel.fileno()
-        self.unwatch(fd)
-        events = (select.POLLOUT if program.unsent else 0) | (select.POLLIN if program.session is not None else 0)
-        if events:
-            self.watch(fd, functools.partial(self.exchange, program), events)
-
-    def exchange(self, program: Program) -> None:
-        if program.unsent:
-            program.send()
-            self.talk(program)
-        if program.session is not None and len(said := program.answer()) == 2 and program.job is not None:
-            self.silence(program)
-            report = program.finish_cell(*said)
-            self.sound = True
-            self.send(report | {"started": program.new})
-
-    def silence(self, program: Program) -> None:
-        """Stop watching what a program says."""
-        for fd in (program.channel.fileno(), *(output.fd for output in program.outputs)):
-            self.unwatch(fd)
-
-    def read(self, program: Program, output: Output) -> None:
-        if output.drain() == 0:
-            self.unwatch(output.fd)
-        elif output.total > self.settings["hard_output_bytes"]:
-            program.kill("output_limit")
-
-    def reap(self, program: Program) -> None:
-        """A program's process has ended."""
-        self.silence(program)
-        self.unwatch(program.pidfd)
-        self.programs.discard(program)
-        if self.sessions.get(program.session) is program:  # type: ignore[arg-type]
-            del self.sessions[program.session]  # type: ignore[arg-type]
-        job = program.job
-        report = program.finish()
-        self.sound = report["ready"]
-        if program in self.spares:
-            self.spares.remove(program)
-        if any(output.total > self.settings["hard_output_bytes"] for output in program.outputs):
-            report["reason"] = report["reason"] or "output_limit"
-        if job is not None:
-            self.send(report | {"started": program.new})
-        if program.first:
-            self.release(program.first, program.slot)
+    def reap(self, one: Child) -> None:
+        """A child has ended. Its descriptor is closed before another is opened."""
+        self.unwatch(one.pidfd)
+        os.close(one.pidfd)
+        del self.children[one.number]
+        one.kill()
+        _, status, usage = os.wait4(one.pid, 0)
+        microseconds = int(1e6 * (usage.ru_utime + usage.ru_stime))
+        self.keeper.send(EVENT.pack(EXITED, one.number, status, microseconds, one.slot.note[0]))
+        if one.first:
+            self.release(one.first, one.slot)
         else:
             self.sweep()
-            self.recycle(program.slot)
+            self.recycle(one.slot)
 
     def release(self, first: int, slot: Slot, pidfd: int = -1) -> None:
-        """Free the slot once the kernel has ended all of the program's PID namespace."""
+        """Free the slot once the kernel has ended all of the child's PID namespace."""
         if os.waitpid(first, os.WNOHANG)[0]:
             if pidfd >= 0:
                 self.unwatch(pidfd)
@@ -236,9 +178,9 @@ class Zygote:
     def sweep(self) -> None:
         """Kill and reap every child that is not a call: what escaped from the groups of calls that have ended."""
         self.orphans = False
-        listed = os.pread(self.children, _CHUNK, 0)
+        listed = os.pread(self.list_of_children, _CHUNK, 0)
         pids = listed.split()[: -1 if len(listed) == _CHUNK else None]  # a full buffer may end in half a number
-        known = {program.pid for program in self.programs}
+        known = {one.pid for one in self.children.values()}
         for pid in map(int, pids):
             if pid in known:
                 continue
@@ -271,40 +213,21 @@ class Zygote:
     # the loop
 
     def step(self) -> None:
-        """One round of the loop. What has ended is taken before deadlines are looked at: a call that is done is not late. New
-        processes come last: what else there is to do is more urgent."""
-        now = time.monotonic()
-        lacking = self.sound and len(self.spares) < SPARES
-        waits = [max(0.0, program.deadline - now) for program in self.programs if program.job is not None]
-        waits += [_ORPHAN_SECONDS] if self.orphans else []
-        waits += [0.0] if lacking else []
-        wait = min(waits, default=float("inf"))
-        events = dict(self.poll.poll(None if wait == float("inf") else wait * 1000))
-        messages_wait = events.pop(self.control.fileno(), 0)
+        """One round of the loop."""
+        events = dict(self.poll.poll(_ORPHAN_SECONDS * 1000 if self.orphans else None))
+        asked = events.pop(self.keeper.fileno(), 0)
         # A handler may close a descriptor whose event is still to come, and its number may be given to another.
         for fd, handler in [(fd, self.handlers[fd]) for fd in events]:
             if self.handlers.get(fd) is handler:
                 handler()
-        if messages_wait:
-            self.flush()
-            for message in self.receive():
-                self.handle(message)
-        now = time.monotonic()
-        for program in self.programs:
-            if program.job is not None and now >= program.deadline:
-                program.expire(INTERRUPT_SECONDS)
+        if asked:
+            self.receive()
         if self.orphans:
             self.sweep()
-        if self.sound and len(self.spares) <= (SPARES - 1 if not events and not messages_wait else FEW_SPARES):
-            self.sound = False
-            with contextlib.suppress(OSError):  # the call that needs one tries again and says what is wrong
-                while len(self.spares) < SPARES:
-                    self.spares.append(self.spawn())
-                self.sound = True
 
     def serve(self) -> None:
-        """Work until the owner is gone, then leave nothing behind."""
-        self.send({"ready": True, "promises": self.sandbox.promises})
+        """Work until the keeper is gone, then leave nothing behind."""
+        self.keeper.send(bytes([READY]) + json.dumps(self.sandbox.promises).encode())
         try:
             while True:
                 self.step()
@@ -312,13 +235,13 @@ class Zygote:
             self.shut_down()
 
     def shut_down(self) -> None:
-        for program in self.programs:
-            program.kill("cancelled")
-        for program in list(self.programs):
-            program.finish()
-            self.free.append(program.slot)
-        self.programs.clear()
-        if self.children < 0:
+        for one in self.children.values():
+            one.kill()
+        for one in self.children.values():
+            os.waitpid(one.pid, 0)
+            self.free.append(one.slot)
+        self.children.clear()
+        if self.list_of_children < 0:
             return  # there is no directory, and the rest ends with this process
         for slot in self.free:
             self.discard(slot.cwd)
@@ -353,20 +276,6 @@ class AllowedPackages:
 
         context = DistributionFinder.Context(name=context.name, path=self.directories)
         return MetadataPathFinder.find_distributions(context)
-
-
-def _frame(message: dict[str, Any]) -> bytes:
-    body = json.dumps(message).encode()
-    return len(body).to_bytes(4, "big") + body
-
-
-def _frames(inbox: bytearray) -> list[dict[str, Any]]:
-    """Take all whole frames out of `inbox`."""
-    messages = []
-    while len(inbox) >= 4 and len(inbox) >= 4 + (size := int.from_bytes(inbox[:4], "big")):
-        messages.append(json.loads(inbox[4 : 4 + size]))
-        del inbox[: 4 + size]
-    return messages
 
 
 def _open_streams() -> None:
@@ -482,15 +391,14 @@ def _restrict_imports(settings: dict[str, Any]) -> None:
     sys.argv[:] = [""]
 
 
-def _prepare(settings: dict[str, Any], sandbox: Sandbox, namespaced: bool) -> int:
+def _prepare(settings: dict[str, Any], sandbox: Sandbox) -> int:
     """Everything that children inherit and so need not do again. Returns a descriptor of the list of this process's children, -1
     where the kernel cleans up."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a call's own business
     syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     _limit_zygote(settings)
     maps = os.open("/proc/self/maps", os.O_RDONLY)
-    children = -1 if namespaced else os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY)
+    children = -1 if sandbox.has_process_namespace else os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY)
     sandbox.enter()
     settings["pid"] = os.getpid()
     _restrict_imports(settings)
@@ -513,25 +421,16 @@ def _trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def main(fd: int) -> None:
-    """The program: `fd` is the zygote's end of the socket."""
-    control = socket.socket(fileno=fd)
-    inbox = bytearray()
-    while not (messages := _frames(inbox)):
-        chunk = control.recv(_CHUNK)
-        if not chunk:
-            return  # the owner has changed its mind
-        inbox += chunk
-    settings = messages[0]
-    sandbox = SANDBOXES[settings["tier"]](settings)
+def run(keeper: socket.socket, settings: dict[str, Any], sandbox: Sandbox) -> None:
+    """The whole life of the process, from its fork by the keeper on. `keeper` is its end of a socket of packets."""
     try:
-        sandbox.start()
-        children = _prepare(settings, sandbox, settings["tier"] in ("ns-root", "userns"))
+        if sandbox.has_process_namespace:  # it ends with the keeper; elsewhere there is something to clean up
+            syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        list_of_children = _prepare(settings, sandbox)
     except (Unavailable, OSError) as error:
-        control.sendall(_frame({"unavailable": str(error)}))
+        keeper.send(bytes([UNAVAILABLE]) + str(error).encode())
         return
     except ImportError as error:
-        control.sendall(_frame({"refused": str(error)}))
+        keeper.send(bytes([REFUSED]) + str(error).encode())
         return
-    control.setblocking(False)
-    Zygote(control, settings, sandbox, children).serve()
+    Zygote(keeper, settings, sandbox, list_of_children).serve()

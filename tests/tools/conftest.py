@@ -10,8 +10,8 @@ import time
 import pytest
 
 from rstar_jax.config import ToolConfig
+from rstar_jax.tools.keeper import SPARES
 from rstar_jax.tools.pool import ToolPool
-from rstar_jax.tools.zygote import SPARES
 
 CONFIG = ToolConfig(
     workers=2,
@@ -69,8 +69,8 @@ class Processes:
         return [found for child in Processes.children(pid) for found in [child, *Processes.descendants(child)]]
 
     @staticmethod
-    def is_zygote(pid):
-        return b"zygote.main" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    def is_keeper(pid):
+        return b"keeper.main" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
 
     @staticmethod
     def state(pid):
@@ -95,11 +95,14 @@ class Processes:
         return condition()
 
     @staticmethod
+    def keepers():
+        """Pids of the keepers that this process owns."""
+        return [child for child in Processes.children(os.getpid()) if Processes.is_keeper(child)]
+
+    @staticmethod
     def zygotes():
-        """Pids of the zygotes that this process owns: where there is a PID namespace, of the first process in it."""
-        started = [child for child in Processes.children(os.getpid()) if Processes.is_zygote(child)]
-        inner = {pid: [p for p in Processes.children(pid) if Processes.namespace(p) != Processes.namespace(pid)] for pid in started}
-        return [inner[pid][0] if inner[pid] and Processes.namespace(pid) == Processes.namespace("self") else pid for pid in started]
+        """Pids of their zygotes."""
+        return [child for keeper in Processes.keepers() for child in Processes.children(keeper)]
 
     @staticmethod
     def namespace(pid):

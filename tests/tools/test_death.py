@@ -13,8 +13,8 @@ import pytest
 
 from rstar_jax.config import ToolConfig
 from rstar_jax.tools import worker
+from rstar_jax.tools.keeper import SPARES
 from rstar_jax.tools.pool import ToolPool
-from rstar_jax.tools.zygote import SPARES
 from rstar_jax.types import InfrastructureError, ToolStatus
 
 SMALL = ToolConfig(workers=1, concurrency=2, retries=1, preload=())
@@ -25,8 +25,8 @@ SLEEPER = "import os, time\nif os.fork() == 0:\n    os.setsid()\ntime.sleep(1000
 def family_size(zygotes, calls, isolation):
     """Processes of `zygotes` with `calls` SLEEPERs running."""
     if isolation != "auto":
-        return zygotes * (1 + SPARES) + calls * 2
-    return zygotes * (2 + 2 * SPARES) + calls * 3  # the zygote's starter, and the idle first process of each PID namespace
+        return zygotes * (2 + SPARES) + calls * 2  # with their keepers
+    return zygotes * (2 + 2 * SPARES) + calls * 3  # and the idle first process of each PID namespace
 
 
 @pytest.fixture(params=["auto", "landlock", "rlimits"])
@@ -123,7 +123,7 @@ TRAINER = """
 import asyncio, sys
 from rstar_jax.config import ToolConfig
 from rstar_jax.tools.pool import ToolPool
-from rstar_jax.tools.zygote import SPARES
+from rstar_jax.tools.keeper import SPARES
 
 async def main():
     async with ToolPool(ToolConfig(workers=2, concurrency=4, preload=(), isolation={isolation!r})) as pool:

@@ -491,9 +491,9 @@ def test_preloaded_modules_are_there_before_the_first_import():
     assert asyncio.run(run()).stdout == "(True, False, False)\n"
 
 
-def test_zygotes_have_one_thread_and_their_own_session(shared, processes):
-    for pid in processes.zygotes():
+def test_zygotes_and_keepers_have_one_thread_and_their_own_session(shared, processes):
+    pids = [*processes.zygotes(), *processes.keepers()]
+    assert len(pids) == 4
+    for pid in pids:
         assert len(list(pathlib.Path(f"/proc/{pid}/task").iterdir())) == 1
         assert os.getsid(pid) not in (os.getsid(0), 0)
-    assert len(processes.zygotes()) == 2
-    assert all(processes.is_zygote(pid) for pid in processes.zygotes())

@@ -98,7 +98,9 @@ def run_program(source: str, main: types.ModuleType, note: mmap.mmap, filename: 
     would be those of the preloaded modules too."""
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     pid = os.getpid()
-    reserve = mmap.mmap(-1, _RESERVE_BYTES)  # address space for the report of a MemoryError
+    reserve = mmap.mmap(
+        -1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )  # address space for the report of a MemoryError
     code = 0
     try:
         execute(source, main.__dict__, filename)

@@ -65,6 +65,7 @@ class Sandbox:
         self.settings = settings
         self.root = os.geteuid() == 0
         self.promises: dict[str, bool] = {}
+        self.children = 0  # of the zygote, now
 
     @property
     def counts_processes(self) -> bool:
@@ -253,6 +254,11 @@ class Namespaced(Sandbox):
 
     def enter(self) -> None:
         self.pid = os.getpid()
+        # Calls of one zygote share its network, where abstract unix sockets live, and may share a user: domains keep them apart.
+        try:
+            self.rules = landlock.domain_only(landlock.abi())
+        except OSError:
+            self.rules = -1
         host = os.open("/proc/self", os.O_PATH | os.O_CLOEXEC)
         self.processes = os.open("ns/pid", os.O_RDONLY | os.O_CLOEXEC, dir_fd=host)
         sources = rootfs.Sources.open(self.settings["trees"], self.settings["sites"])
@@ -278,7 +284,9 @@ class Namespaced(Sandbox):
 
     def slot(self, index: int) -> Slot:
         slot = Slot(index, self.user(index), rootfs.BOX, _new_note())
-        slot.stack = mmap.mmap(-1, _IDLE_STACK)
+        # Private, and in no child: who could write to it would decide what the idle process does when it wakes.
+        slot.stack = mmap.mmap(-1, _IDLE_STACK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        syscalls.inherit(slot.stack, False)
         syscalls.setns(self.base, CLONE_NEWNS)
         syscalls.unshare(CLONE_NEWNS)
         slot.mounts = self.mounts()
@@ -320,6 +328,11 @@ class Namespaced(Sandbox):
             if os.getpid() == self.pid:
                 syscalls.setns(self.processes, CLONE_NEWPID)
 
+    def set_apart(self) -> None:
+        """In the child, where the kernel has Landlock: no signal to, no trace of, no abstract socket of another call."""
+        if self.rules >= 0:
+            landlock.restrict(self.rules)
+
     def process_limit(self) -> int:
         return int(self.settings["processes"])
 
@@ -343,6 +356,7 @@ class Privileged(Namespaced):
 
     def confine(self, slot: Slot) -> None:
         _become(slot.uid)
+        self.set_apart()
 
 
 class Unprivileged(Namespaced):
@@ -365,11 +379,6 @@ class Unprivileged(Namespaced):
             _write_maps("self", {"setgroups": "deny", "uid_map": f"{_INNER_ID} {uid} 1", "gid_map": f"{_INNER_ID} {gid} 1"})
 
     def enter(self) -> None:
-        # Calls of one user could trace the programs that another call has started, were they not in domains of their own.
-        try:
-            self.rules = landlock.domain_only(landlock.abi())
-        except OSError:
-            self.rules = -1
         super().enter()
         self.promises |= {"user": self.own_user, "process_count": self.own_user or not self.root}
 
@@ -382,7 +391,7 @@ class Unprivileged(Namespaced):
     def process_limit(self) -> int:
         if self.own_user:
             return super().process_limit()
-        return int(self.settings["processes"]) + 2 * int(self.settings["slots"]) + 1  # with their idle first processes and the zygote
+        return int(self.settings["processes"]) + 2 * self.children + 3  # with those of other calls, the zygote and the keeper
 
     def confine(self, slot: Slot) -> None:
         if self.own_user:
@@ -390,8 +399,7 @@ class Unprivileged(Namespaced):
         else:
             syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # calls with one user cannot look at each other's memory
         syscalls.set_capabilities(0)
-        if self.rules >= 0:
-            landlock.restrict(self.rules)
+        self.set_apart()
 
 
 def _new_note() -> mmap.mmap:

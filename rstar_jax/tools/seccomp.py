@@ -76,8 +76,9 @@ def program(namespaces: bool, metadata: bool, machine: str = syscalls.MACHINE) -
         for name in ("unshare", "setns", "mount", "umount2"):
             refuse(name, deny)
         refuse("socket", no_access)
-        # A datagram socket can be pointed at any address, a connected stream cannot.
-        refuse_when("socketpair", 1, [(_AND, 0, 0, 0xF), (_JUMP_EQUAL, 0, 1, socket.SOCK_DGRAM)], no_access)
+        # A datagram socket (a raw one too: of this family it is the same) can be pointed at any address, a connected one cannot.
+        connected = [(_JUMP_EQUAL, 2, 0, socket.SOCK_STREAM), (_JUMP_EQUAL, 1, 0, socket.SOCK_SEQPACKET)]
+        refuse_when("socketpair", 1, [(_AND, 0, 0, 0xF), *connected], no_access)
     return [*code, (_RETURN, 0, 0, _ALLOW)]
 
 

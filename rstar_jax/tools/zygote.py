@@ -131,6 +131,7 @@ class Zygote:
             self.sandbox.clean(slot, self.discard)
             slot.note[0] = child.RUNNING
             slot.used = True
+            self.sandbox.children = len(self.children)
             forked = self.sandbox.fork(slot)
             if forked.pid == 0:
                 child.run(slot, self.sandbox, (fds[0], fds[1], fds[2]))

@@ -162,7 +162,7 @@ class Landlocked(Sandbox):
         if self.abi < 3:
             raise Unavailable(f"this kernel's Landlock (version {self.abi}) does not govern truncation; 3 (Linux 6.2) does")
         try:
-            seccomp.program(namespaces=False, metadata=False)
+            seccomp.program(namespaces=False, alone=False)
         except (OSError, ValueError) as error:
             raise Unavailable(str(error)) from None
         capabilities = syscalls.effective_capabilities()
@@ -200,7 +200,7 @@ class Landlocked(Sandbox):
         self.rules += [(site, 1 << 3) for site in sites]  # its list alone
         self.rules += [(f"{site}/{name}", landlock.READ) for site, names in sites.items() for name in names]
         self.rules += [(path, landlock.DEVICE) for path in rootfs.DEVICES]
-        seccomp.load(namespaces=False, metadata=self.own_user)  # a user of one's own owns no file of others
+        seccomp.load(namespaces=False, alone=self.own_user)  # a user of one's own owns no file of others
 
     def user(self, index: int) -> int:
         return self.uid_base + index if self.own_user else os.geteuid()
@@ -244,7 +244,7 @@ class Namespaced(Sandbox):
 
     def start(self) -> None:
         try:
-            seccomp.program(namespaces=True, metadata=True)
+            seccomp.program(namespaces=True, alone=True)
             self.unshare()
         except (OSError, ValueError) as error:
             raise Unavailable(str(error)) from None
@@ -280,7 +280,7 @@ class Namespaced(Sandbox):
         return os.open("ns/mnt", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.host)
 
     def seal(self) -> None:
-        seccomp.load(namespaces=True, metadata=True)
+        seccomp.load(namespaces=True, alone=True)
 
     def slot(self, index: int) -> Slot:
         slot = Slot(index, self.user(index), rootfs.BOX, _new_note())

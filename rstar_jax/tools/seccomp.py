@@ -39,15 +39,17 @@ METADATA = (
     "chmod", "chown", "fchmod", "fchmodat", "fchmodat2", "fchown", "fchownat", "futimesat", "lchown", "utime", "utimensat",
     "utimes",
 )  # fmt: skip
+# And the processes of this user: Landlock governs signals and tracing, but not priority, processors and limits.
+SCHEDULING = ("ioprio_set", "sched_setaffinity", "sched_setattr", "sched_setparam", "sched_setscheduler", "setpriority")
 _NAMESPACES = CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, operand
 
 
-def program(namespaces: bool, metadata: bool, machine: str = syscalls.MACHINE) -> list[Instruction]:
+def program(namespaces: bool, alone: bool, machine: str = syscalls.MACHINE) -> list[Instruction]:
     """The filter as classic BPF. `namespaces`: the zygote makes PID namespaces and mounts (its calls have no capability to) and
-    its calls may use AF_UNIX sockets, which reach nothing outside; else those are refused too. `metadata`: whether modes, owners
-    and times of files may be changed."""
+    its calls may use AF_UNIX sockets, which reach nothing outside; else those are refused too. `alone`: no file and
+    no process of others with the same user is in reach; else what Landlock leaves open of them is refused."""
     column = ("x86_64", "aarch64").index(machine)
     number = {name: row[column] for name, row in syscalls.NUMBERS.items() if row[column] is not None}
     deny, no_access = _ERRNO | errno.EPERM, _ERRNO | errno.EACCES
@@ -65,9 +67,11 @@ def program(namespaces: bool, metadata: bool, machine: str = syscalls.MACHINE) -
         body = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * argument), *tests, (_RETURN, 0, 0, answer), (_RETURN, 0, 0, _ALLOW)]
         code.extend([(_JUMP_EQUAL, 0, len(body), number[name] or 0), *body])
 
-    for name in DENIED if metadata else [*DENIED, *METADATA]:
+    for name in DENIED if alone else [*DENIED, *METADATA, *SCHEDULING]:
         refuse(name, deny)
     refuse("clone3", _ERRNO | errno.ENOSYS)  # its flags lie in memory, where a filter cannot look; libc falls back to clone
+    if not alone:
+        refuse_when("prlimit64", 0, [(_JUMP_EQUAL, 1, 0, 0)], deny)  # 0: this process
     refuse_when("clone", 0, [(_JUMP_BITS, 0, 1, _NAMESPACES)], deny)
     if namespaces:
         refuse_when("unshare", 0, [(_JUMP_BITS, 0, 1, 0xFFFFFFFF & ~(CLONE_NEWPID | CLONE_NEWNS))], deny)
@@ -86,12 +90,12 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("filter", ctypes.c_void_p))
 
 
-def load(namespaces: bool, metadata: bool) -> None:
+def load(namespaces: bool, alone: bool) -> None:
     """Filter this thread and all its later children. `no_new_privs` must be set."""
     if syscalls.MACHINE not in _AUDIT_ARCH:
         raise OSError(f"there is no system-call filter for the machine {syscalls.MACHINE!r}")
     code = b"".join(
-        c.to_bytes(2, "little") + bytes((yes, no)) + k.to_bytes(4, "little") for c, yes, no, k in program(namespaces, metadata)
+        c.to_bytes(2, "little") + bytes((yes, no)) + k.to_bytes(4, "little") for c, yes, no, k in program(namespaces, alone)
     )
     memory = ctypes.create_string_buffer(code, len(code))
     filter_ = _Program(len(code) // 8, ctypes.addressof(memory))

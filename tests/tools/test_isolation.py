@@ -217,6 +217,9 @@ def test_the_filter_refuses_what_it_should_on_both_machines(machine, namespaces)
     answers = {name: decide(program, machine, number[name]) for name in number}
     assert {answers[name] for name in seccomp.DENIED if name in number} == {EPERM}
     assert {answers[name] for name in seccomp.METADATA if name in number} == {ALLOW if namespaces else EPERM}
+    assert {answers[name] for name in seccomp.SCHEDULING} == {ALLOW if namespaces else EPERM}
+    assert decide(program, machine, number["prlimit64"], 0) == ALLOW
+    assert decide(program, machine, number["prlimit64"], 4321) == (ALLOW if namespaces else EPERM)
     assert answers["clone3"] == ENOSYS
     for ordinary in {"x86_64": (0, 1, 9, 39, 57, 59, 231), "aarch64": (63, 64, 222, 172, 221, 94)}[machine]:  # read, write, mmap...
         assert decide(program, machine, ordinary) == ALLOW

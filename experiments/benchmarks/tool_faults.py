@@ -31,8 +31,8 @@ from rstar_jax.config import TIERS
 from rstar_jax.tools.pool import ToolPool
 from rstar_jax.types import InfrastructureError, UserError
 
-_TIERS = flags.DEFINE_list("tiers", list(TIERS), "Tiers to run.")
-_GROUPS = flags.DEFINE_list("groups", list(GROUPS), "Groups of cases to run.")
+_TIERS = flags.DEFINE_list("tiers", [], "Tiers to run; default: all.")
+_GROUPS = flags.DEFINE_list("groups", [], "Groups of cases to run; default: all.")
 _CASES = flags.DEFINE_string("cases", "", "Run the cases whose names hold this text.")
 _ONLY = flags.DEFINE_enum("only", None, ["root", "user"], "Run as this user alone; default: as every user that this one can be.")
 
@@ -243,10 +243,11 @@ def main(argv: Sequence[str]) -> None:
     for flag, value, allowed in (("tiers", _TIERS.value, TIERS), ("groups", _GROUPS.value, GROUPS)):
         if unknown := [name for name in value if name not in allowed]:
             raise UserError(f"--{flag}={unknown[0]} is not known; choose from {', '.join(allowed)}")
-    cases = [case for case in CASES if case.group in _GROUPS.value and _CASES.value in case.name]
+    groups, tiers = _GROUPS.value or list(GROUPS), _TIERS.value or list(TIERS)
+    cases = [case for case in CASES if case.group in groups and _CASES.value in case.name]
     if not cases:
-        raise UserError(f"--cases={_CASES.value}: no such case in the groups {', '.join(_GROUPS.value)}")
-    result = run(_TIERS.value, cases, _ONLY.value)
+        raise UserError(f"--cases={_CASES.value}: no such case in the groups {', '.join(groups)}")
+    result = run(tiers, cases, _ONLY.value)
     for one in result["leftovers"]:  # type: ignore[attr-defined]
         print(f"LEFT BEHIND {one}")
     print("RESULT " + json.dumps(result), flush=True)

@@ -4,7 +4,6 @@ alone."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -113,8 +112,8 @@ class Program:
         self.job, self.session, self.reason = job["id"], job["session"], None
         for output in self.outputs:
             output.clear()
-        body = json.dumps({"code": job["code"], "stdin": job["stdin"], "session": self.session is not None}).encode()
-        self.unsent = len(body).to_bytes(4, "big") + body
+        program, stdin = (job[name].encode("utf-8", "surrogatepass") for name in ("code", "stdin"))
+        self.unsent = child.JOB.pack(self.session is not None, len(program), len(stdin)) + program + stdin
         self.started = time.monotonic()
         self.deadline = self.started + job["timeout"]
         self.send()

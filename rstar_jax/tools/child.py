@@ -11,19 +11,19 @@ program's own exit(1). Code that forges the byte gains what raising the exceptio
 
 from __future__ import annotations
 
+import _signal
 import ast
 import builtins
 import contextlib
 import gc
 import itertools
-import json
 import linecache
 import mmap
 import os
-import random
 import re
 import resource
 import signal
+import struct
 import sys
 import traceback
 import types
@@ -131,21 +131,28 @@ def _join_threads() -> None:
 
 
 def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+    streams = [sys.stdout, sys.stderr]
+    streams += [own for own, now in ((sys.__stdout__, sys.stdout), (sys.__stderr__, sys.stderr)) if own is not now]
+    for stream in streams:
         with contextlib.suppress(Exception):  # the program may have closed or replaced it; how the program ended stands
-            stream.flush()  # type: ignore[union-attr]
+            stream.flush()
 
 
 def _complain(text: str) -> None:
     """Write to the file descriptor of standard error, whatever the program has made of `sys.stderr`."""
     _flush()
+    if not text:
+        return
     data = text.encode("utf-8", "backslashreplace")
     while data:
         data = data[os.write(2, data) :]
 
 
-def _receive() -> dict[str, Any]:
-    """The next job. Ends the process when there will be none."""
+JOB = struct.Struct(">?II")  # whether it is a session's, bytes of program and of input; both follow
+
+
+def _receive() -> tuple[bool, str, str]:
+    """(whether it is a session's, program, input) of the next job. Ends the process when there will be none."""
 
     def exactly(count: int) -> bytes:
         data = b""
@@ -156,7 +163,8 @@ def _receive() -> dict[str, Any]:
             data += chunk
         return data
 
-    return json.loads(exactly(int.from_bytes(exactly(4), "big")))
+    session, program, stdin = JOB.unpack(exactly(JOB.size))
+    return session, exactly(program).decode("utf-8", "surrogatepass"), exactly(stdin).decode("utf-8", "surrogatepass")
 
 
 def _open_input(text: str) -> None:
@@ -181,26 +189,26 @@ def _set_processor_limit(seconds: int, hard: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, hard))
 
 
-def _serve_session(job: dict[str, Any], note: mmap.mmap, cpu_seconds: int) -> NoReturn:
+def _serve_session(program: str, stdin: str, note: mmap.mmap, cpu_seconds: int) -> NoReturn:
     """Run cells in one `__main__` until the zygote has no more. SIGINT interrupts a cell, and only a cell."""
     main = new_main()
     for number in itertools.count(1):
         with contextlib.suppress(KeyboardInterrupt):  # sent to a cell that ended just then
-            if job["stdin"]:
-                _open_input(job["stdin"])
+            if stdin:
+                _open_input(stdin)
             sys.stdin = open(0, encoding="utf-8", errors="surrogatepass", closefd=False)  # noqa: SIM115
             usage = resource.getrusage(resource.RUSAGE_SELF)
             _set_processor_limit(int(usage.ru_utime + usage.ru_stime) + cpu_seconds, resource.RLIM_INFINITY)
             note[0] = RUNNING
             signal.signal(signal.SIGINT, signal.default_int_handler)
             try:
-                code = run_program(job["code"], main, note, CELL.format(number))
+                code = run_program(program, main, note, CELL.format(number))
                 _flush()
             finally:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
             os.write(CHANNEL, bytes((note[0], code)))
             _open_input("")
-            job = _receive()
+            _, program, stdin = _receive()
     raise AssertionError("numbers do not end")
 
 
@@ -210,7 +218,6 @@ def _set_up(slot: Slot, sandbox: Sandbox, fds: tuple[int, int, int]) -> None:
     os.dup2(fds[0], 1)
     os.dup2(fds[1], 2)
     os.chdir(slot.cwd)
-    random.seed(0)  # the module reseeds itself from the clock or the kernel after each fork
     for which, most in sandbox.limits():
         resource.setrlimit(which, (most, most))
     sandbox.confine(slot)
@@ -234,17 +241,17 @@ def run(slot: Slot, sandbox: Sandbox, fds: tuple[int, int, int]) -> NoReturn:
             raise
         cpu_seconds = sandbox.settings["cpu_seconds"]
         os.write(CHANNEL, READY)
-        job = _receive()
+        session, program, stdin = _receive()
         gc.enable()
-        if job["session"]:
-            _serve_session(job, note, cpu_seconds)
-        if job["stdin"]:
-            _open_input(job["stdin"])
+        if session:
+            _serve_session(program, stdin, note, cpu_seconds)
+        if stdin:
+            _open_input(stdin)
         os.close(CHANNEL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _signal.signal(_signal.SIGINT, _signal.default_int_handler)  # without the enumerations of `signal`, whose pages would be copied
         _set_processor_limit(cpu_seconds, cpu_seconds + 1)
         note[0] = RUNNING
-        code = run_program(job["code"], new_main(), note)
+        code = run_program(program, new_main(), note)
         _join_threads()
         _flush()
     finally:

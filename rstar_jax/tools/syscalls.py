@@ -245,8 +245,8 @@ def start_idle_process(stack_top: int) -> int:
 
 def fork() -> int:
     """The C library's fork alone. `os.fork` also gives the child's interpreter new locks and runs the functions that modules have
-    registered; in a process that never had a second thread there is nothing to repair, and that costs 230 page faults of 300. Whoever
-    calls this seeds `random` anew."""
+    registered; in a process that never had a second thread there is nothing to repair, and that costs 230 page faults of 300. The
+    child has the state of `random` that the parent had."""
     return _check(_FORK(), "fork")
 
 

@@ -24,7 +24,7 @@ _CALLS = flags.DEFINE_integer("calls", 45_000, "Calls in all.", lower_bound=1)
 _SEQUENTIAL = flags.DEFINE_bool("sequential", False, "One call after the other, instead of all queued at once.")
 _TIER = flags.DEFINE_enum("tier", "auto", ["auto", *TIERS], "Tier of isolation of the pool.")
 
-_WARM_UP = 200
+_WARM_UP = 2000
 
 
 def children(pid: int) -> list[int]:

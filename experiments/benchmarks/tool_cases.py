@@ -1732,7 +1732,7 @@ sympy.core.cache.clear_cache(); sympy.Symbol.__str__ = lambda self: 'spoiled'
 builtins.print = None; builtins.left = 1; builtins._ = 'left'
 sys.modules['json'] = None; sys.path[:] = []; sys.stdout.reconfigure(encoding='ascii'); sys.displayhook = None
 sys.setrecursionlimit(60); sys.argv.append('left'); sys.path_hooks.clear(); sys.meta_path.clear(); sys.path_importer_cache.clear()
-os.environ['LEFT'] = '1'; os.umask(0o777); gc.disable(); os.nice(5); signal.signal(signal.SIGINT, signal.SIG_IGN)
+os.environ['LEFT'] = '1'; os.umask(0o777); gc.disable(); signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}); random.seed(1); numpy.random.seed(1); numpy.seterr(all='raise')
 atexit.register(os._exit, 9); threading.Thread(target=time.sleep, args=(0.01,), daemon=True).start()
 for name in ('json.py', 'random.py', 'math.py', 'sitecustomize.py', 'numpy.py', 'secrets.py'):

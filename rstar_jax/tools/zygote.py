@@ -208,7 +208,7 @@ class Zygote:
         if pid == 0:
             try:
                 os.closerange(3, child.MAX_FDS)
-                script = 'chmod -R u+rwX -- "$0"; exec rm -rf -- "$0"'
+                script = 'chmod -R u+rwX -- "$0" 2>/dev/null; exec rm -rf -- "$0"'
                 os.execv("/bin/sh", ["sh", "-c", script, directory])
             finally:
                 os._exit(1)

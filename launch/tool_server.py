@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from absl import flags
 
 from launch import cli
-from rstar_jax.config import RunConfig, StageConfig, ToolConfig, apply_overrides
+from rstar_jax.config import RunConfig, StageConfig, ToolConfig
+from rstar_jax.overrides import apply_overrides
 from rstar_jax.types import UserError
 
 ADDRESS = flags.DEFINE_string("address", "127.0.0.1:0", "HOST:PORT to listen on (port 0: any), or unix:/path.")

@@ -16,7 +16,8 @@ from absl import flags
 
 import experiments
 from launch import cli
-from rstar_jax.config import RunConfig, StageConfig, apply_overrides
+from rstar_jax.config import RunConfig, StageConfig
+from rstar_jax.overrides import apply_overrides
 from rstar_jax.types import UserError
 
 EXPERIMENT = flags.DEFINE_string("experiment", None, "Name of a file in experiments/.")

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent / "rstar_jax"
 FLOORS = {
-    "types": 0, "config": 0,
+    "types": 0, "config": 0, "overrides": 0,
     "model": 1, "algorithms": 1, "text": 1, "rewards": 1, "tools": 1,
     "rollout": 2, "training": 2, "data": 2, "distributed": 2, "storage": 2,
     "recipes": 3, "planning": 3,

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from rstar_jax.config import PRESETS, RunConfig, StageConfig, apply_overrides, differences
+from rstar_jax.config import RunConfig, StageConfig, differences
+from rstar_jax.overrides import PRESETS, apply_overrides
 from rstar_jax.types import UserError
 
 RUN = RunConfig("run", (StageConfig("sft", "sft", 5), StageConfig("rl", "rl", 7, group=8, keep=4)))

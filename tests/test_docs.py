@@ -24,8 +24,9 @@ from scripted import ScriptedEngine
 
 from launch.train import load_experiment
 from rstar_jax import config as configuration
-from rstar_jax.config import MeshConfig, ModelConfig, RunConfig, StageConfig, ToolConfig, TrainingConfig, apply_overrides
+from rstar_jax.config import MeshConfig, ModelConfig, RunConfig, StageConfig, ToolConfig, TrainingConfig
 from rstar_jax.model.sharding import make_mesh
+from rstar_jax.overrides import PRESETS, apply_overrides
 from rstar_jax.recipes.progress import Progress
 from rstar_jax.rollout.agent import Agent, Budget
 from rstar_jax.text.chat import CHAT_FORMATS
@@ -273,7 +274,7 @@ def test_every_field_and_no_other_is_documented_with_its_default(name):
 def test_every_preset_is_documented():
     rows = re.findall(r"^\| (\w+) \| (`.*) \|$", sections(CONFIGURATION, 2)["Presets"], re.MULTILINE)
     written = {section: re.findall(r"`([^`]+)`", names) for section, names in rows}
-    assert written == {section: list(presets) for section, presets in configuration.PRESETS.items()}
+    assert written == {section: list(presets) for section, presets in PRESETS.items()}
 
 
 def program(module):

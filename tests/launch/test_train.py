@@ -10,7 +10,8 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from commands import contents, real, train_arguments
 
-from rstar_jax.config import PRESETS, RunConfig
+from rstar_jax.config import RunConfig
+from rstar_jax.overrides import PRESETS
 from rstar_jax.storage.metrics import read_metrics
 
 

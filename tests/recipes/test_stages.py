@@ -13,7 +13,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import tiny
 
 from experiments import quickstart, quickstart_srl
-from rstar_jax.config import apply_overrides
+from rstar_jax.overrides import apply_overrides
 from rstar_jax.recipes import stages
 from rstar_jax.recipes.progress import Progress
 from rstar_jax.rewards.math_answer import MathReward

@@ -29,7 +29,8 @@ from typing import Any
 
 from rstar_jax.tools import child, zygote
 from rstar_jax.tools.call import Output, Program
-from rstar_jax.tools.sandbox import SANDBOXES, Unavailable
+from rstar_jax.tools.namespaces import SANDBOXES
+from rstar_jax.tools.sandbox import Unavailable
 
 # Processes that are forked and confined before there is a call for them. They are made several at a time: after a fork the zygote
 # has to copy each page that it writes to, and so it does that once for all of them.

@@ -18,6 +18,7 @@ _FS_BITS = {1: 13, 2: 14, 3: 15, 4: 15}  # rights known by ABI; 5 and later: 16
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | 1 << 14 | _IOCTL_DEV
 _CREATE_VERSION, _PATH_BENEATH = 1, 1
 
+LIST = _READ_DIR  # names alone
 READ = _EXECUTE | _READ_FILE | _READ_DIR
 DEVICE = _READ_FILE | _WRITE_FILE
 OWN = (1 << 15) - 1 & ~_MAKE_CHAR & ~_MAKE_BLOCK  # everything but device nodes

@@ -1,4 +1,5 @@
-"""What a zygote does to itself, once, and to each of its calls, so that a tier's promises hold. Standard library alone.
+"""What a zygote does to itself, once, and to each of its calls, so that a tier's promises hold: the tiers without namespaces (those
+with them: `namespaces.py`). Standard library alone.
 
 A `Sandbox` is the tier in use; a `Slot` is a place for one call (or one session) at a time, with a directory and, where the tier
 has them, a user and a mount namespace of its own. All that can be inherited is set up in the zygote; a call pays for its fork, a
@@ -8,23 +9,18 @@ PID namespace, a change of user and its limits.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import mmap
 import os
 import resource
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from rstar_jax.tools import landlock, rootfs, seccomp, syscalls
-from rstar_jax.tools.syscalls import CLONE_NEWIPC, CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWUSER, CLONE_NEWUTS
 
 OPEN_FILES = 128
-_IDLE_STACK = 16 << 10
-_INNER_ID = 1000  # in a user namespace, of the user who made it
-_FIRST_INNER_ID = 2000  # and of the slots, where they have users of their own
-_FIRST_UID, _UIDS_PER_ZYGOTE = 1 << 30, 1 << 10
+_FIRST_UID, USERS_PER_ZYGOTE = 1 << 30, 1 << 10
 _SMALL_RANGE = 60_000  # first user to take where the 2^30s do not exist, as in most user namespaces of containers
 
 
@@ -89,7 +85,7 @@ class Sandbox:
 
     def slot(self, index: int) -> Slot:
         """A new place."""
-        slot = Slot(index, self.user(index), f"{self.settings['directory']}/{index}", _new_note())
+        slot = Slot(index, self.user(index), f"{self.settings['directory']}/{index}", new_note())
         self.make_directory(slot)
         return slot
 
@@ -165,15 +161,13 @@ class Landlocked(Sandbox):
             seccomp.program(namespaces=False, alone=False)
         except (OSError, ValueError) as error:
             raise Unavailable(str(error)) from None
-        capabilities = syscalls.effective_capabilities()
-        self.own_user = self.root and capabilities >> syscalls.CAP_SETUID & 1 == 1
-        self.uid_base = _uid_base(self.settings["number"]) if self.own_user else 0
-        self.read_anything = self.own_user and not all(map(_everyone_reads, self.readable()))
-
-    def readable(self) -> list[str]:
-        trees = rootfs.resolve([*self.settings["trees"], *rootfs.ETC])[1]
         sites = self.settings["sites"]
-        return [*trees, *sites, *(f"{site}/{name}" for site, names in sites.items() for name in names)]
+        self.rules = [(path, landlock.READ) for path in rootfs.resolve([*self.settings["trees"], *rootfs.ETC])[1]]
+        self.rules += [(site, landlock.LIST) for site in sites]
+        self.rules += [(f"{site}/{name}", landlock.READ) for site, names in sites.items() for name in names]
+        self.own_user = self.root and syscalls.has_capability(syscalls.CAP_SETUID)
+        self.first_uid = first_user(self.settings["number"]) if self.own_user else 0
+        self.read_anything = self.own_user and not all(_everyone_reads(path) for path, _ in self.rules)
 
     @property
     def counts_processes(self) -> bool:
@@ -184,26 +178,14 @@ class Landlocked(Sandbox):
         if self.own_user:
             for path in (self.settings["directory"], os.path.dirname(self.settings["directory"])):
                 os.chmod(path, 0o711)
-        modern = self.abi >= 6
-        self.promises |= {
-            "file_reads": True,
-            "file_writes": True,
-            "network": True,
-            "processes": modern,
-            "syscalls": True,
-            "user": self.own_user,
-        }
+        self.promises |= dict.fromkeys(("file_reads", "file_writes", "network", "syscalls"), True)
+        self.promises |= {"processes": self.abi >= 6, "user": self.own_user}
 
     def seal(self) -> None:
-        trees, sites = self.settings["trees"], self.settings["sites"]
-        self.rules = [(path, landlock.READ) for path in rootfs.resolve([*trees, *rootfs.ETC])[1]]
-        self.rules += [(site, 1 << 3) for site in sites]  # its list alone
-        self.rules += [(f"{site}/{name}", landlock.READ) for site, names in sites.items() for name in names]
-        self.rules += [(path, landlock.DEVICE) for path in rootfs.DEVICES]
         seccomp.load(namespaces=False, alone=self.own_user)  # a user of one's own owns no file of others
 
     def user(self, index: int) -> int:
-        return self.uid_base + index if self.own_user else os.geteuid()
+        return self.first_uid + index if self.own_user else os.geteuid()
 
     def make_directory(self, slot: Slot) -> None:
         super().make_directory(slot)
@@ -217,7 +199,8 @@ class Landlocked(Sandbox):
 
     def fork(self, slot: Slot) -> Forked:
         if slot.rules < 0:
-            slot.rules = landlock.ruleset(self.abi, [*self.rules, (slot.cwd, landlock.OWN)])
+            devices = [(path, landlock.DEVICE) for path in rootfs.DEVICES]
+            slot.rules = landlock.ruleset(self.abi, [*self.rules, *devices, (slot.cwd, landlock.OWN)])
         return super().fork(slot)
 
     def process_limit(self) -> int:
@@ -228,7 +211,7 @@ class Landlocked(Sandbox):
         if self.own_user:
             if keep:  # to read an interpreter that lies below a closed directory; Landlock says what else can be read: nothing
                 syscalls.prctl(syscalls.PR_SET_KEEPCAPS, 1)
-            _become(slot.uid)
+            become(slot.uid)
         if self.root:
             syscalls.set_capabilities(keep)
             if keep:
@@ -236,230 +219,31 @@ class Landlocked(Sandbox):
         landlock.restrict(slot.rules)
 
 
-class Namespaced(Sandbox):
-    """What `ns-root` and `userns` have in common: a root of its own, empty network, a PID namespace for each call."""
-
-    has_process_namespace = True
-    namespaces = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
-
-    def start(self) -> None:
-        try:
-            seccomp.program(namespaces=True, alone=True)
-            self.unshare()
-        except (OSError, ValueError) as error:
-            raise Unavailable(str(error)) from None
-
-    def unshare(self) -> None:
-        syscalls.unshare(self.namespaces)
-
-    def enter(self) -> None:
-        self.pid = os.getpid()
-        # Calls of one zygote share its network, where abstract unix sockets live, and may share a user: domains keep them apart.
-        try:
-            self.rules = landlock.domain_only(landlock.abi())
-        except OSError:
-            self.rules = -1
-        host = os.open("/proc/self", os.O_PATH | os.O_CLOEXEC)
-        self.processes = os.open("ns/pid", os.O_RDONLY | os.O_CLOEXEC, dir_fd=host)
-        sources = rootfs.Sources.open(self.settings["trees"], self.settings["sites"])
-        rootfs.build(sources, self.settings["cover"], self.shows_processes())
-        sources.close()
-        self.host = host
-        self.base = self.mounts()
-        os.environ["HOME"] = os.environ["TMPDIR"] = rootfs.BOX
-        os.chdir("/")
-        names = ("file_reads", "file_writes", "network", "processes", "process_tree", "process_count", "disk", "syscalls", "user")
-        self.promises = dict.fromkeys(names, True)
-
-    def shows_processes(self) -> bool:
-        """Whether calls get a `/proc`."""
-        return True
-
-    def mounts(self) -> int:
-        """A descriptor of the mount namespace that this process is in now."""
-        return os.open("ns/mnt", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.host)
-
-    def seal(self) -> None:
-        seccomp.load(namespaces=True, alone=True)
-
-    def slot(self, index: int) -> Slot:
-        slot = Slot(index, self.user(index), rootfs.BOX, _new_note())
-        # Private, and in no child: who could write to it would decide what the idle process does when it wakes.
-        slot.stack = mmap.mmap(-1, _IDLE_STACK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        syscalls.inherit(slot.stack, False)
-        syscalls.setns(self.base, CLONE_NEWNS)
-        syscalls.unshare(CLONE_NEWNS)
-        slot.mounts = self.mounts()
-        self.make_directory(slot)
-        return slot
-
-    def make_directory(self, slot: Slot) -> None:
-        rootfs.mount_box(self.settings["disk_bytes"], self.settings["disk_files"], slot.uid)
-        slot.fresh = self.look()
-
-    @staticmethod
-    def look() -> tuple[int, ...]:
-        """What would be different if a call had left anything in `/box`."""
-        entry = os.stat(rootfs.BOX)
-        return (entry.st_mode, entry.st_uid, entry.st_gid, entry.st_ctime_ns, os.statvfs(rootfs.BOX).f_ffree)
-
-    def clean(self, slot: Slot, discard: Callable[[str], None]) -> None:
-        if slot.used:
-            syscalls.setns(slot.mounts, CLONE_NEWNS)
-            if self.look() != slot.fresh:
-                syscalls.unmount(rootfs.BOX)
-                self.make_directory(slot)
-        slot.used = False
-
-    def fork(self, slot: Slot) -> Forked:
-        syscalls.setns(slot.mounts, CLONE_NEWNS)
-        syscalls.unshare(CLONE_NEWPID)
-        first = 0
-        try:
-            assert slot.stack is not None
-            first = syscalls.start_idle_process(ctypes.addressof(ctypes.c_char.from_buffer(slot.stack)) + _IDLE_STACK)
-            return Forked(self.fork_with_note(slot), first)
-        except BaseException:
-            if first:
-                os.kill(first, 9)
-                os.waitpid(first, 0)
-            raise
-        finally:
-            if os.getpid() == self.pid:
-                syscalls.setns(self.processes, CLONE_NEWPID)
-
-    def set_apart(self) -> None:
-        """In the child, where the kernel has Landlock: no signal to, no trace of, no abstract socket of another call."""
-        if self.rules >= 0:
-            landlock.restrict(self.rules)
-
-    def process_limit(self) -> int:
-        return int(self.settings["processes"])
-
-    def orphaned(self, zygote: int) -> bool:
-        return False  # a PID namespace below the zygote's ends with it
-
-
-class Privileged(Namespaced):
-    """The tier `ns-root`: needs CAP_SYS_ADMIN; each slot has a user of its own."""
-
-    tier = "ns-root"
-
-    def start(self) -> None:
-        if not syscalls.effective_capabilities() >> syscalls.CAP_SYS_ADMIN & 1:
-            raise Unavailable("it needs CAP_SYS_ADMIN")
-        self.uid_base = _uid_base(self.settings["number"])
-        super().start()
-
-    def user(self, index: int) -> int:
-        return self.uid_base + index
-
-    def confine(self, slot: Slot) -> None:
-        _become(slot.uid)
-        self.set_apart()
-
-
-class Unprivileged(Namespaced):
-    """The tier `userns`: needs nothing but a kernel that lets users make user namespaces. All slots have one user; those of root, who
-    may map others, have one each."""
-
-    tier = "userns"
-    namespaces = Namespaced.namespaces | CLONE_NEWUSER
-
-    def unshare(self) -> None:
-        self.own_user = self.root and syscalls.effective_capabilities() >> syscalls.CAP_SETUID & 1 == 1
-        uid, gid = os.geteuid(), os.getegid()
-        if self.own_user:
-            base = _uid_base(self.settings["number"])
-            slots = f"\n{_FIRST_INNER_ID} {base} {_UIDS_PER_ZYGOTE}"
-            with _helper({"uid_map": f"{_INNER_ID} {uid} 1{slots}", "gid_map": f"{_INNER_ID} {gid} 1{slots}"}):
-                syscalls.unshare(self.namespaces)
-        else:
-            syscalls.unshare(self.namespaces)
-            _write_maps("self", {"setgroups": "deny", "uid_map": f"{_INNER_ID} {uid} 1", "gid_map": f"{_INNER_ID} {gid} 1"})
-
-    def enter(self) -> None:
-        super().enter()
-        self.promises |= {"user": self.own_user, "process_count": self.own_user or not self.root}
-
-    def shows_processes(self) -> bool:
-        return self.own_user or self.rules >= 0
-
-    def user(self, index: int) -> int:
-        return _FIRST_INNER_ID + index if self.own_user else _INNER_ID
-
-    def process_limit(self) -> int:
-        if self.own_user:
-            return super().process_limit()
-        return int(self.settings["processes"]) + 2 * self.children + 3  # with those of other calls, the zygote and the keeper
-
-    def confine(self, slot: Slot) -> None:
-        if self.own_user:
-            _become(slot.uid)
-        else:
-            syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # calls with one user cannot look at each other's memory
-        syscalls.set_capabilities(0)
-        self.set_apart()
-
-
-def _new_note() -> mmap.mmap:
+def new_note() -> mmap.mmap:
+    """A page that a process and its fork can share, and that no fork has unless it is told to."""
     note = mmap.mmap(-1, mmap.PAGESIZE)
     syscalls.inherit(note, False)
     return note
 
 
-SANDBOXES: dict[str, type[Sandbox]] = {kind.tier: kind for kind in (Privileged, Unprivileged, Landlocked, Sandbox)}
-
-
-def _become(uid: int) -> None:
+def become(uid: int) -> None:
+    """Be the user `uid`, and of no group but that of the same number."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # it may read its own /proc entry, which would be root's
 
 
-def _write_maps(process: str, files: dict[str, str]) -> None:
-    for name, content in files.items():
-        with open(f"/proc/{process}/{name}", "w") as file:
-            file.write(content)
-
-
-@contextlib.contextmanager
-def _helper(maps: dict[str, str]) -> Iterator[None]:
-    """After the body, which makes a user namespace, write its maps from outside: only there does root have the right to map others."""
-    process = str(os.getpid())
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.close(write_end)
-            if os.read(read_end, 1):
-                _write_maps(process, maps)
-                code = 0
-        finally:
-            os._exit(code)
-    os.close(read_end)
-    try:
-        yield
-        os.write(write_end, b"x")
-    finally:
-        os.close(write_end)
-        _, status = os.waitpid(pid, 0)
-    if status:
-        raise OSError("the users of the calls could not be mapped into the user namespace")
-
-
-def _uid_base(number: int) -> int:
+def first_user(number: int) -> int:
     """The first user id of the zygote with this number: far above those that people have, or as high as this namespace goes."""
     with open("/proc/self/uid_map") as file:
         ranges = [(int(inside), int(count)) for inside, _, count in map(str.split, file)]
     for first, room in ((_FIRST_UID, 1 << 20), (_SMALL_RANGE, 5)):
         for inside, count in ranges:
-            last = first + room * _UIDS_PER_ZYGOTE
+            last = first + room * USERS_PER_ZYGOTE
             if inside <= first and last <= inside + count:
-                return first + number % room * _UIDS_PER_ZYGOTE
-    raise Unavailable(f"there are no user ids {_SMALL_RANGE} to {_SMALL_RANGE + 5 * _UIDS_PER_ZYGOTE} to take here")
+                return first + number % room * USERS_PER_ZYGOTE
+    raise Unavailable(f"there are no user ids {_SMALL_RANGE} to {_SMALL_RANGE + 5 * USERS_PER_ZYGOTE} to take here")
 
 
 def _everyone_reads(path: str) -> bool:

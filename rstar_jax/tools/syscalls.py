@@ -224,6 +224,11 @@ def effective_capabilities() -> int:
         return next(int(line.split()[1], 16) for line in file if line.startswith("CapEff"))
 
 
+def has_capability(number: int) -> bool:
+    """Whether it is effective in this process."""
+    return effective_capabilities() >> number & 1 == 1
+
+
 def set_capabilities(mask: int) -> None:
     """Make `mask` the effective, permitted and inheritable capabilities of this thread."""
     header = (0x20080522).to_bytes(4, "little") + bytes(4)

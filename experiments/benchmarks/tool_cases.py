@@ -124,7 +124,7 @@ def plant() -> Iterator[Planted]:
             thread.start()
             undo.callback(thread.join, 5.0)
             undo.callback(one.close)
-            undo.callback(lambda: (contextlib.suppress(OSError).__enter__() and None) or _shut_down(one))
+            undo.callback(_shut_down, one)
             return one.getsockname()
 
         abstract = f"tool_faults_{secrets.token_hex(8)}"
@@ -1204,7 +1204,7 @@ _case(
     "files",
     "files of the system that are no program's business",
     TRY
-    + "for path in ('/etc/passwd', '/etc/shadow', '/etc/hostname', '/etc/hosts', '/root/.bashrc', '/proc/cmdline', '/proc/kcore', '/proc/config.gz', '/proc/kallsyms', '/proc/1/environ', '/proc/mounts_', '/sys/kernel/notes', '/boot/x', '/var/log/dpkg.log', '/dev/kmsg', '/dev/mem', '/dev/sda', '/dev/vda'):\n    attempt(read, path)",
+    + "for path in ('/etc/passwd', '/etc/shadow', '/etc/hostname', '/etc/hosts', '/etc/gshadow', '/proc/cmdline', '/proc/kcore', '/proc/config.gz', '/proc/kallsyms', '/proc/1/environ', '/proc/mounts_', '/sys/kernel/notes', '/boot/x', '/var/log/dpkg.log', '/dev/kmsg', '/dev/mem', '/dev/sda', '/dev/vda'):\n    attempt(read, path)",
     refused(18),
     needs=_READS,
 )
@@ -1289,7 +1289,7 @@ async def _other_directory(pool: ToolPool, planted: Planted) -> str | None:
         )
         await asyncio.sleep(0.5)
         spy = (
-            TRY + "import glob\nhere = os.getcwd(); up = os.path.dirname(here)\ncwds = [f'{up}/{i}' for i in range(40)] + glob.glob('/proc/[0-9]*/cwd') + glob.glob('/proc/[0-9]*/root/box')\n"
+            TRY + "import glob\nhere = os.getcwd(); up = os.path.dirname(here)\ncwds = [f'{up}/{i}' for i in range(40)] + glob.glob('/proc/[0-9]*/cwd') + glob.glob('/proc/[0-9]*/r??t/box')\n"
             "found = []\nfor cwd in cwds:\n    if os.path.realpath(cwd) == here and not cwd.startswith('/proc'): continue\n    try: found.append(open(cwd + '/mine').read())\n    except OSError: pass\n"
             "    try: open(cwd + '/mine', 'a').write('spoiled')\n    except OSError: pass\n    try: open(cwd + '/theirs', 'x')\n    except OSError: pass\nprint(found)"
         )  # fmt: skip

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from experiments.benchmarks.tool_cases import parents, state
 from launch import cli
 from rstar_jax.config import TIERS, ToolConfig
 from rstar_jax.tools.pool import ToolPool
@@ -27,22 +28,13 @@ _TIER = flags.DEFINE_enum("tier", "auto", ["auto", *TIERS], "Tier of isolation o
 _WARM_UP = 2000
 
 
-def children(pid: int) -> list[int]:
-    """Processes of `pid`, those of its threads too."""
-    lists = [path.read_text() for path in pathlib.Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(child) for text in lists for child in text.split()]
+def children(pids: Sequence[int]) -> list[int]:
+    """Processes whose parent is one of `pids`."""
+    return [child for child, parent in parents().items() if parent in pids]
 
 
-def state(pid: int) -> str:
-    """The state letter of a process, empty when there is none."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-def private_kib(pid: int) -> int:
-    """Memory of a process that it alone has, and what it shares with its forks (KiB)."""
+def anonymous_kib(pid: int) -> int:
+    """Resident memory of a process that no file stands behind (KiB)."""
     lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
@@ -60,12 +52,12 @@ async def soak(calls: int, sequential: bool, tier: str) -> dict[str, object]:
     """Run the calls; the RESULT object."""
     cores = len(os.sched_getaffinity(0))
     async with ToolPool(ToolConfig(workers=cores, concurrency=2 * cores, isolation=tier, timeout_s=30.0)) as pool:
-        keepers = children(os.getpid())
-        zygotes = [child for keeper in keepers for child in children(keeper)]
+        keepers = children([os.getpid()])
+        zygotes = children(keepers)
         everything = [os.getpid(), *keepers, *zygotes]
         await asyncio.gather(*(pool.run(f"print({i})") for i in range(_WARM_UP)))
         await settle()
-        files, memory = descriptors(everything), sum(map(private_kib, zygotes))
+        files, memory = descriptors(everything), sum(map(anonymous_kib, zygotes))
         wrong = 0
 
         async def one(index: int) -> None:
@@ -81,7 +73,7 @@ async def soak(calls: int, sequential: bool, tier: str) -> dict[str, object]:
             await asyncio.gather(*(one(index) for index in range(calls)))
         seconds = time.monotonic() - start
         await settle()
-        family = [*everything[1:], *(pid for zygote in zygotes for pid in children(zygote))]
+        family = [*keepers, *zygotes, *children(zygotes)]
         return {
             "calls": calls,
             "wrong": wrong,
@@ -89,7 +81,7 @@ async def soak(calls: int, sequential: bool, tier: str) -> dict[str, object]:
             "broker_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
             "fd_growth": descriptors(everything) - files,
             "zombies": sum(state(pid) == "Z" for pid in family),
-            "zygote_rss_growth": round(sum(map(private_kib, zygotes)) / memory - 1, 4),
+            "zygote_rss_growth": round(sum(map(anonymous_kib, zygotes)) / memory - 1, 4),
             "calls_per_s": round(calls / seconds, 1),
             "mode": "sequential" if sequential else "queued",
             "preload": list(pool.config.preload),

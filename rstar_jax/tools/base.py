@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from rstar_jax.tools.isolation import Isolation
 from rstar_jax.types import InfrastructureError, ToolResult
 
-if TYPE_CHECKING:
-    from rstar_jax.tools.pool import Job
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One call for `Runner.run_many`; None stands for no input and for the configured timeout."""
+
+    code: str
+    stdin: str | None = None
+    timeout: float | None = None
 
 
 class Session(Protocol):

@@ -82,7 +82,7 @@ class Program:
         self.reason: str | None = None
         self.new = True  # the call in hand is its first
         self.unsent = b""
-        self.started = self.deadline = 0.0
+        self.started = self.deadline = 0.0  # `deadline`: infinite once it is being killed
         self.ready = False  # set up and confined
         with contextlib.ExitStack() as undo:
             pipes = []
@@ -128,20 +128,22 @@ class Program:
         except OSError:  # it is dead: its end will be seen
             self.unsent = b""
 
-    def answer(self) -> bytes:
-        """What a session says of its cell: (note, exit code), or nothing yet."""
-        self.look()
-        return self._read(2)
+    def answer(self) -> bytes | None:
+        """What a session says of its cell: two bytes, note and exit code. None when it has said nothing yet, no bytes when it will say
+        nothing any more."""
+        return self._read(2) if self.look() else None
 
     def look(self) -> bool:
         """Whether it has been confined and is ready for its job."""
         self.ready = self.ready or self._read(1) == child.READY
         return self.ready
 
-    def _read(self, count: int) -> bytes:
+    def _read(self, count: int) -> bytes | None:
         try:
             return self.channel.recv(count)
-        except OSError:
+        except BlockingIOError:
+            return None
+        except ConnectionError:  # it died with something unread
             return b""
 
     def _drain(self) -> None:

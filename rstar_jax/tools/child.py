@@ -34,8 +34,8 @@ from rstar_jax.tools.sandbox import Sandbox, Slot
 
 FILENAME = "<code>"  # of the program, in tracebacks
 CELL = "<cell {}>"  # of a cell of a session, which later cells may call into
-CHANNEL = 3  # file descriptor of the socket to the zygote
-MAX_FDS = 4096  # of the zygote: above it a child has nothing to close
+CHANNEL = 3  # file descriptor of the socket to the keeper
+MAX_FDS = 4096  # of keeper and zygote: above it a child has nothing to close
 TRACEBACK_LINES = 60
 
 READY = b"R"  # the first byte on the channel: from then on it is the program's business what happens
@@ -98,9 +98,8 @@ def run_program(source: str, main: types.ModuleType, note: mmap.mmap, filename: 
     would be those of the preloaded modules too."""
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     pid = os.getpid()
-    reserve = mmap.mmap(
-        -1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )  # address space for the report of a MemoryError
+    # Address space for the report of a MemoryError.
+    reserve = mmap.mmap(-1, _RESERVE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     code = 0
     try:
         execute(source, main.__dict__, filename)
@@ -116,8 +115,7 @@ def run_program(source: str, main: types.ModuleType, note: mmap.mmap, filename: 
     if os.getpid() != pid:
         _flush()
         os._exit(code)
-    if not reserve.closed:
-        reserve.close()
+    reserve.close()
     return code
 
 
@@ -190,7 +188,7 @@ def _set_processor_limit(seconds: int, hard: int) -> None:
 
 
 def _serve_session(program: str, stdin: str, note: mmap.mmap, cpu_seconds: int) -> NoReturn:
-    """Run cells in one `__main__` until the zygote has no more. SIGINT interrupts a cell, and only a cell."""
+    """Run cells in one `__main__` until the keeper has no more. SIGINT interrupts a cell, and only a cell."""
     main = new_main()
     for number in itertools.count(1):
         with contextlib.suppress(KeyboardInterrupt):  # sent to a cell that ended just then
@@ -248,7 +246,8 @@ def run(slot: Slot, sandbox: Sandbox, fds: tuple[int, int, int]) -> NoReturn:
         if stdin:
             _open_input(stdin)
         os.close(CHANNEL)
-        _signal.signal(_signal.SIGINT, _signal.default_int_handler)  # without the enumerations of `signal`, whose pages would be copied
+        # Without the enumerations of `signal`, whose pages would have to be copied.
+        _signal.signal(_signal.SIGINT, _signal.default_int_handler)
         _set_processor_limit(cpu_seconds, cpu_seconds + 1)
         note[0] = RUNNING
         code = run_program(program, new_main(), note)

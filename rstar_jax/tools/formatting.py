@@ -218,8 +218,12 @@ def format_result(result: ToolResult, *, style: str, show_time: bool = False) ->
     if show_time and style != "rstar2":
         raise ValueError("show_time belongs to style='rstar2'")
     result = dataclasses.replace(result, stdout=clean_text(result.stdout), stderr=clean_text(result.stderr))
-    shown = {"rstar2": lambda: _rstar2(result, show_time), "jupyter": lambda: _jupyter(result), "last_line": lambda: _last_line(result)}
-    text = shown[style]()
+    if style == "rstar2":
+        text = _rstar2(result, show_time)
+    elif style == "jupyter":
+        text = _jupyter(result)
+    else:
+        text = _last_line(result)
     return f"{text}\n{_STATES[result.state]}" if result.state else text
 
 

@@ -16,6 +16,7 @@ lets go of the zygote, which cleans up. No death signal is asked for here: that 
 
 from __future__ import annotations
 
+import collections
 import functools
 import json
 import os
@@ -29,6 +30,7 @@ from typing import Any
 
 from rstar_jax.tools import child, zygote
 from rstar_jax.tools.call import Output, Program
+from rstar_jax.tools.frames import frame, take_messages
 from rstar_jax.tools.namespaces import SANDBOXES
 from rstar_jax.tools.sandbox import Unavailable
 
@@ -45,12 +47,15 @@ class Keeper:
     """The loop: take jobs, hand them out, drain, report."""
 
     def __init__(self, owner: socket.socket, zygote: socket.socket, settings: dict[str, Any], promises: dict[str, bool]):
+        owner.setblocking(False)
+        zygote.setblocking(False)
         self.owner = owner
         self.zygote = zygote
         self.settings = settings
         self.promises = promises
         self.inbox = bytearray()
         self.outbox = bytearray()
+        self.requests: collections.deque[tuple[int, Program]] = collections.deque()  # to the zygote, not sent yet
         self.programs: dict[int, Program] = {}
         self.numbers = 0
         self.spares: list[Program] = []
@@ -59,7 +64,7 @@ class Keeper:
         self.poll = select.poll()
         self.poll.register(owner, select.POLLIN)
         self.handlers: dict[int, Callable[[], None]] = {}
-        self.watch(zygote.fileno(), self.hear)
+        self.watch(zygote.fileno(), self.converse)
 
     def watch(self, fd: int, handler: Callable[[], None], events: int = select.POLLIN) -> None:
         self.poll.register(fd, events)
@@ -72,7 +77,7 @@ class Keeper:
     # the owner
 
     def send(self, message: dict[str, Any]) -> None:
-        self.outbox += _frame(message)
+        self.outbox += frame(message)
         self.flush()
 
     def flush(self) -> None:
@@ -93,7 +98,7 @@ class Keeper:
         if not chunk:
             raise EOFError
         self.inbox += chunk
-        return _frames(self.inbox)
+        return take_messages(self.inbox)
 
     def handle(self, message: dict[str, Any]) -> None:
         if "cancel" in message:
@@ -109,11 +114,32 @@ class Keeper:
     # the zygote
 
     def ask(self, kind: int, program: Program) -> None:
-        self.zygote.send(zygote.REQUEST.pack(kind, program.number))
+        self.requests.append((kind, program))
+        self.send_requests()
 
-    def hear(self) -> None:
-        """The zygote has something to say. Raises `EOFError` when it is dead."""
-        packet = self.zygote.recv(zygote.EVENT.size)
+    def send_requests(self) -> None:
+        """Send what the zygote's socket takes now. Never waits for it: it may be waiting for this process to listen."""
+        try:
+            while self.requests:
+                kind, program = self.requests[0]
+                packet = zygote.REQUEST.pack(kind, program.number)
+                if kind == zygote.SPAWN:
+                    socket.send_fds(self.zygote, [packet], program.others)
+                    program.close_others()
+                else:
+                    self.zygote.send(packet)
+                self.requests.popleft()
+        except BlockingIOError:
+            pass
+        self.poll.modify(self.zygote, select.POLLIN | (select.POLLOUT if self.requests else 0))
+
+    def converse(self) -> None:
+        """The zygote listens, or has something to say. Raises `EOFError` when it is dead."""
+        self.send_requests()
+        try:
+            packet = self.zygote.recv(zygote.EVENT.size)
+        except BlockingIOError:
+            return
         if not packet:
             raise EOFError
         kind, number, *values = zygote.EVENT.unpack(packet)
@@ -129,9 +155,10 @@ class Keeper:
 
     def kill(self, program: Program, reason: str) -> None:
         """Kill a program and all that it has started; the first reason stays."""
-        program.reason = program.reason or reason
-        program.deadline = float("inf")
-        self.ask(zygote.KILL, program)
+        if program.deadline < float("inf"):  # else it is being killed
+            program.reason = program.reason or reason
+            program.deadline = float("inf")
+            self.ask(zygote.KILL, program)
 
     def expire(self, program: Program) -> None:
         """The deadline has passed: a session is interrupted first, and has a moment to come to its senses."""
@@ -148,11 +175,8 @@ class Keeper:
         """A process that will wait for a job. Raises `OSError` when there is no descriptor to be had."""
         self.numbers += 1
         program = Program(self.numbers, self.settings["output_bytes"])
-        try:
-            socket.send_fds(self.zygote, [zygote.REQUEST.pack(zygote.SPAWN, program.number)], program.others)
-        finally:
-            program.close_others()
         self.programs[program.number] = program
+        self.ask(zygote.SPAWN, program)
         return program
 
     def begin(self, job: dict[str, Any]) -> None:
@@ -186,7 +210,11 @@ class Keeper:
         if program.unsent:
             program.send()
             self.talk(program)
-        if program.session is not None and len(said := program.answer()) == 2 and program.job is not None:
+        if program.session is None or (said := program.answer()) is None:
+            return
+        if not said:  # it has closed its end, and can say no more: its own end or its deadline will tell
+            self.unwatch(program.channel.fileno())
+        elif len(said) == 2 and program.job is not None:
             self.silence(program)
             report = program.finish_cell(*said)
             self.sound = True
@@ -263,25 +291,11 @@ class Keeper:
             pass
 
 
-def _frame(message: dict[str, Any]) -> bytes:
-    body = json.dumps(message).encode()
-    return len(body).to_bytes(4, "big") + body
-
-
-def _frames(inbox: bytearray) -> list[dict[str, Any]]:
-    """Take all whole frames out of `inbox`."""
-    messages = []
-    while len(inbox) >= 4 and len(inbox) >= 4 + (size := int.from_bytes(inbox[:4], "big")):
-        messages.append(json.loads(inbox[4 : 4 + size]))
-        del inbox[: 4 + size]
-    return messages
-
-
 def main(fd: int) -> None:
     """The program: `fd` is its end of the owner's socket."""
     owner = socket.socket(fileno=fd)
     inbox = bytearray()
-    while not (messages := _frames(inbox)):
+    while not (messages := take_messages(inbox)):
         chunk = owner.recv(_CHUNK)
         if not chunk:
             return  # the owner has changed its mind
@@ -292,7 +306,7 @@ def main(fd: int) -> None:
     try:
         sandbox.start()
     except (Unavailable, OSError) as error:
-        owner.sendall(_frame({"unavailable": str(error)}))
+        owner.sendall(frame({"unavailable": str(error)}))
         return
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
@@ -307,12 +321,11 @@ def main(fd: int) -> None:
     first = ours.recv(_CHUNK)
     kind, text = (first[0], first[1:].decode()) if first else (0, "")
     if kind == zygote.READY:
-        owner.setblocking(False)
         Keeper(owner, ours, settings, json.loads(text)).serve()
     elif kind == zygote.UNAVAILABLE:
-        owner.sendall(_frame({"unavailable": text}))
+        owner.sendall(frame({"unavailable": text}))
     elif kind == zygote.REFUSED:
-        owner.sendall(_frame({"refused": text}))
+        owner.sendall(frame({"refused": text}))
     ours.close()  # this ends the zygote, which cleans up
     _, status = os.waitpid(pid, 0)
     os._exit(min(255, abs(os.waitstatus_to_exitcode(status))))

@@ -1,7 +1,7 @@
 """A pool of warm Python processes that run programs: `async with ToolPool(config) as pool: await pool.run("print(1)")`.
 
 One call is one process, forked from a warm zygote (`zygote.py`) and thrown away; a session (`session.py`) keeps its process. The
-pool belongs to one event loop and never blocks it: deadlines and output are the zygotes' work, and what the pool does for a call is
+pool belongs to one event loop and never blocks it: deadlines and output are the keepers' work, and what the pool does for a call is
 one message out and one in.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import collections
-import dataclasses
 import functools
 import pathlib
 import signal
@@ -20,40 +19,34 @@ from typing import Any
 
 from rstar_jax.config import TIERS, ToolConfig
 from rstar_jax.tools import child
+from rstar_jax.tools.base import Job, check_timeout, complaint, run_jobs
 from rstar_jax.tools.isolation import Isolation
+from rstar_jax.tools.namespaces import SANDBOXES
 from rstar_jax.tools.probe import broken_promises
 from rstar_jax.tools.session import Session, Sessions
+from rstar_jax.tools.view import view
 from rstar_jax.tools.worker import TierUnavailable, Worker, clean_environment, kill_strays, remove_tree
 from rstar_jax.types import InfrastructureError, ToolResult, ToolStatus, UserError
 
 RESTARTS = 3  # attempts to replace a dead zygote before the pool gives up
 CLOSE_SECONDS = 10.0
 PROBE_SECONDS = 20.0
-NAMESPACED = ("ns-root", "userns")  # tiers whose calls have their directories in a mount namespace
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One call for `ToolPool.run_many`; None stands for no input and for the configured timeout."""
-
-    code: str
-    stdin: str | None = None
-    timeout: float | None = None
 
 
 class ToolPool:
-    """`config.workers` zygotes and at most `config.concurrency` calls running at a time; further calls wait in order.
+    """`config.workers` zygotes, each with its keeper, and at most `config.concurrency` calls running at a time; further calls wait in
+    order.
 
     On entering, the strongest tier of isolation that this machine allows is chosen and put to the test (`probe.py`): `isolation`
     says which. It raises `UserError` when that is weaker than `config.require`, and never takes `rlimits` unless it is asked for by
     name. Closing the pool ends every call and leaves no process, file descriptor or directory; so does the death of this process by
-    any signal. A zygote that dies or hangs is replaced.
+    any signal. A keeper or zygote that dies or hangs is replaced.
     """
 
     def __init__(self, config: ToolConfig):
         config.validate()
         self.config = config
-        self._places: collections.deque[Worker] = collections.deque()  # of zygotes, free for one call each
+        self._places: collections.deque[Worker] = collections.deque()  # of workers, free for one call each
         self._waiters: collections.deque[asyncio.Future[Worker]] = collections.deque()  # for a place, the first comes first
         self._workers: set[Worker] = set()
         self._keepers: list[asyncio.Task[None]] = []
@@ -73,6 +66,7 @@ class ToolPool:
     async def __aenter__(self) -> ToolPool:
         count = min(self.config.workers, self.config.concurrency)
         shares = [len(range(i, self.config.concurrency, count)) for i in range(count)]
+        self._seen = view(self.config.packages, self.config.readable)
         try:
             workers = [await self._first()]
             starts = [asyncio.create_task(self._start(workers[0].tier)) for _ in shares[1:]]
@@ -90,7 +84,7 @@ class ToolPool:
         return self
 
     async def _first(self) -> Worker:
-        """A zygote in the strongest tier that may be taken, works, and keeps its promises."""
+        """A worker in the strongest tier that may be taken, works, and keeps its promises."""
         config = self.config
         named = config.isolation != "auto"
         weakest = TIERS.index(config.require) if config.require else len(TIERS) - 1
@@ -151,47 +145,34 @@ class ToolPool:
 
     async def run_many(self, jobs: Iterable[Job]) -> list[ToolResult]:
         """Results of `jobs` in their order. Takes a job only when it can start, so `jobs` may be a long generator."""
-        source = enumerate(jobs)
-        results: dict[int, ToolResult] = {}
-
-        async def work() -> None:
-            for index, job in source:
-                results[index] = await self.run(job.code, job.stdin, job.timeout)
-
-        async with asyncio.TaskGroup() as group:
-            for _ in range(self.config.concurrency):
-                group.create_task(work())
-        return [results[index] for index in range(len(results))]
+        return await run_jobs(self.run, jobs, self.config.concurrency)
 
     # for sessions
 
     def check(self, code: Any, stdin: Any, timeout: float | None) -> tuple[float, ToolResult | None]:
         """(seconds that the call may take, the answer when it cannot be run at all)."""
-        timeout = self.config.timeout_s if timeout is None else timeout
-        if not timeout > 0:
-            raise ValueError(f"timeout={timeout} must be positive")
-        complaint = self._complaint("code", code) or self._complaint("input", "" if stdin is None else stdin)
-        return timeout, ToolResult(ToolStatus.REJECTED, stderr=complaint) if complaint else None
+        check_timeout(timeout)
+        why = complaint(code, stdin) or self._too_long("code", code) or self._too_long("input", stdin or "")
+        rejected = ToolResult(ToolStatus.REJECTED, stderr=why) if why else None
+        return self.config.timeout_s if timeout is None else timeout, rejected
 
     def result(self, report: Mapping[str, Any]) -> ToolResult:
-        """What a zygote reported. Raises `InfrastructureError` for a call that was never run: not the program's fault."""
+        """What a keeper reported. Raises `InfrastructureError` for a call that was never run: not the program's fault."""
         if "failed" in report:
             raise InfrastructureError(report["failed"])
         if not report["ready"] and report["reason"] is None:
             raise InfrastructureError(f"a call ended with code {report['code']} while it was set up: {report['stderr'].strip()[-300:]}")
         return to_result(report, self.config.cpu_s)
 
-    def _complaint(self, what: str, text: Any) -> str:
-        """Why `text` cannot be run, or nothing."""
-        if not isinstance(text, str):
-            return f"{what} must be a string, not {type(text).__name__}"
+    def _too_long(self, what: str, text: str) -> str:
+        """What to say of a text that is too long, or nothing."""
         size = len(text.encode("utf-8", "surrogatepass")) if len(text) * 4 > self.config.code_bytes else 0
         if size > self.config.code_bytes:
             return f"{what} is {size} bytes long; at most {self.config.code_bytes} are allowed"
         return ""
 
     async def place(self) -> Worker:
-        """A place on a live zygote, first come, first served. Raises `InfrastructureError` when there will be none."""
+        """A place with a live worker, first come, first served. Raises `InfrastructureError` when there will be none."""
         if self._failure:
             raise InfrastructureError(self._failure)
         while self._places:
@@ -230,10 +211,10 @@ class ToolPool:
     async def _start(self, tier: str) -> Worker:
         self._started += 1
         directory = None
-        if tier not in NAMESPACED:
+        if not SANDBOXES[tier].has_process_namespace:
             self._root = self._root or pathlib.Path(tempfile.mkdtemp(prefix="rstar_tool_"))
             directory = self._root / str(self._started)
-        worker = Worker(self.config, tier, self._started, directory)
+        worker = Worker(self.config, self._seen, tier, self._started, directory)
         await worker.start()
         self._workers.add(worker)
         return worker
@@ -269,7 +250,7 @@ def _clean_up_after(directory: pathlib.Path) -> None:
 
 
 def to_result(report: Mapping[str, Any], cpu_seconds: float) -> ToolResult:
-    """A zygote's report as a `ToolResult`. The kernel's exit code decides; see `child.py` for what refines it."""
+    """A keeper's report as a `ToolResult`. The kernel's exit code decides; see `child.py` for what refines it."""
     return ToolResult(
         status=_status(report, cpu_seconds),
         stdout=report["stdout"],

@@ -45,15 +45,15 @@ SCHEMA: Mapping[str, Any] = {
 
 
 class PythonTool:
-    """The `Tool` protocol on a pool. `style` and `show_time` are those of `format_result`."""
+    """The `Tool` protocol on a pool, or on one `session` of it. `style` and `show_time` are those of `format_result`."""
 
-    def __init__(self, pool: Runner, style: str = "rstar2", show_time: bool = False):
+    def __init__(self, pool: Runner, style: str = "rstar2", show_time: bool = False, session: Session | None = None):
         if style not in STYLES:
             raise UserError(f"tool style {style!r} is not known; choose one of {', '.join(STYLES)}")
         if show_time and style != "rstar2":
             raise UserError(f"show_time belongs to tool style 'rstar2', not to {style!r}")
         self._pool = pool
-        self._run: Session | Runner = pool
+        self._python = session or pool
         self._style = style
         self._show_time = show_time
 
@@ -75,7 +75,7 @@ class PythonTool:
         input. Malformed arguments are `REJECTED`, with a line for the model in `stderr`."""
         if complaint := _complaint(arguments):
             return ToolResult(ToolStatus.REJECTED, stderr=complaint)
-        return await self._run.run(arguments["code"], arguments.get("input", ""))
+        return await self._python.run(arguments["code"], arguments.get("input", ""))
 
     def format(self, result: ToolResult) -> str:
         return format_result(result, style=self._style, show_time=self._show_time)
@@ -89,9 +89,7 @@ class SessionPythonTool(PythonTool):
     async def session(self) -> AsyncIterator[PythonTool]:
         """The tool of one trajectory; its process ends with the context."""
         async with self._pool.session() as session:
-            tool = PythonTool(self._pool, self._style, self._show_time)
-            tool._run = session
-            yield tool
+            yield PythonTool(self._pool, self._style, self._show_time, session)
 
 
 def _complaint(arguments: Any) -> str:

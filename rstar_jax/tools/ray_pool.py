@@ -14,9 +14,9 @@ from typing import Any
 
 from rstar_jax.config import ToolConfig
 from rstar_jax.tools import wire
-from rstar_jax.tools.base import HeldSession, check_timeout, complaint, run_jobs
+from rstar_jax.tools.base import HeldSession, Job, check_timeout, complaint, run_jobs
 from rstar_jax.tools.isolation import Isolation
-from rstar_jax.tools.pool import Job, ToolPool
+from rstar_jax.tools.pool import ToolPool
 from rstar_jax.types import InfrastructureError, ToolResult, ToolStatus, UserError
 
 ACTOR_CALLS = 10_000  # that one actor accepts at a time; the pool in it and `RayPool` bound those that run

@@ -16,7 +16,7 @@ import socket
 from rstar_jax.tools import syscalls
 from rstar_jax.tools.syscalls import CLONE_NEWCGROUP, CLONE_NEWIPC, CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWUSER, CLONE_NEWUTS
 
-_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32 = 0x40000000
 
 _LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_BITS, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
@@ -53,7 +53,7 @@ def program(namespaces: bool, alone: bool, machine: str = syscalls.MACHINE) -> l
     column = ("x86_64", "aarch64").index(machine)
     number = {name: row[column] for name, row in syscalls.NUMBERS.items() if row[column] is not None}
     deny, no_access = _ERRNO | errno.EPERM, _ERRNO | errno.EACCES
-    code: list[Instruction] = [(_LOAD, 0, 0, _ARCH_AT), (_JUMP_EQUAL, 1, 0, _AUDIT_ARCH[machine]), (_RETURN, 0, 0, _KILL)]
+    code: list[Instruction] = [(_LOAD, 0, 0, _ARCH_AT), (_JUMP_EQUAL, 1, 0, AUDIT_ARCH[machine]), (_RETURN, 0, 0, _KILL)]
     code += [(_LOAD, 0, 0, _NUMBER_AT)]
     if machine == "x86_64":
         code += [(_JUMP_AT_LEAST, 0, 1, _X32), (_RETURN, 0, 0, _KILL)]
@@ -92,7 +92,7 @@ class _Program(ctypes.Structure):
 
 def load(namespaces: bool, alone: bool) -> None:
     """Filter this thread and all its later children. `no_new_privs` must be set."""
-    if syscalls.MACHINE not in _AUDIT_ARCH:
+    if syscalls.MACHINE not in AUDIT_ARCH:
         raise OSError(f"there is no system-call filter for the machine {syscalls.MACHINE!r}")
     code = b"".join(
         c.to_bytes(2, "little") + bytes((yes, no)) + k.to_bytes(4, "little") for c, yes, no, k in program(namespaces, alone)

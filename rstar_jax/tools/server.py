@@ -57,9 +57,9 @@ class _Owned:
 class _Call(_Owned):
     """A request that is not answered yet."""
 
-    def __init__(self, key: str, print: bytes):
+    def __init__(self, key: str, digest: bytes):
         super().__init__(key)
-        self.print = print  # of the request
+        self.digest = digest  # of the request
         self.task: asyncio.Task[None] | None = None
         self.started: float | None = None  # the seconds that it may run, from when it has a place in the pool
 
@@ -73,7 +73,7 @@ class _Session(_Owned):
 
 @dataclasses.dataclass(frozen=True)
 class _Finished:
-    print: bytes
+    digest: bytes
     reply: dict[str, Any]
     size: int
 
@@ -269,20 +269,20 @@ class ToolServer:
 
     def _request(self, client: _Client, message: dict[str, Any]) -> None:
         request = _Request.read(message)
-        print = request.print()
+        digest = request.digest()
         if finished := self._finished.get(request.id):
             self._finished.move_to_end(request.id)
-            if finished.print != print:
+            if finished.digest != digest:
                 raise WireError("an id was used for two calls")
             client.channel.send({"id": request.id, **finished.reply, **self._load(client)})
         elif call := self._calls.get(request.id):
-            if call.print != print:
+            if call.digest != digest:
                 raise WireError("an id was used for two calls")
             call.pass_to(client)
             if call.started is not None:
                 client.channel.send({"id": call.key, "started": call.started})
         else:
-            call = self._calls[request.id] = _Call(request.id, print)
+            call = self._calls[request.id] = _Call(request.id, digest)
             call.pass_to(client)
             call.task = asyncio.create_task(self._serve(call, request))
 
@@ -374,7 +374,7 @@ class ToolServer:
         call.pass_to(None)
         del self._calls[call.key]
         if 0 < size <= self._remembered_bytes:
-            self._finished[call.key] = _Finished(call.print, reply, size)
+            self._finished[call.key] = _Finished(call.digest, reply, size)
             self._finished_bytes += size
             while self._finished_bytes > self._remembered_bytes:
                 self._finished_bytes -= self._finished.popitem(last=False)[1].size
@@ -404,7 +404,7 @@ class _Request:
             raise WireError("timeout must be a positive number")
         return cls(_text(message, "id"), code, stdin or "", timeout, session)
 
-    def print(self) -> bytes:
+    def digest(self) -> bytes:
         """Differs between two requests that differ."""
         return hashlib.blake2b(json.dumps(dataclasses.astuple(self)).encode(), digest_size=16).digest()
 

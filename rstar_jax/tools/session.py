@@ -12,7 +12,7 @@ import dataclasses
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rstar_jax.types import InfrastructureError, ToolResult, ToolStatus
+from rstar_jax.types import InfrastructureError, ToolResult
 
 if TYPE_CHECKING:
     from rstar_jax.tools.pool import ToolPool
@@ -40,13 +40,12 @@ class Sessions:
     def open(self, session: Session) -> int:
         """A number for the session's new process, which makes room for it. Sessions in the middle of a call stay; should all be, the
         number of live ones is exceeded for as long as that lasts."""
-        for number, other in list(self._live.items()):
+        for other in list(self._live.values()):
             if len(self._live) < self._most:
                 break
             if not other.busy:
                 other.evict()
                 self.evictions += 1
-                del self._live[number]
         self._numbers += 1
         self._live[self._numbers] = session
         return self._numbers
@@ -74,7 +73,6 @@ class Session:
     """
 
     def __init__(self, sessions: Sessions):
-        self.busy = False
         self._sessions = sessions
         self._lock = asyncio.Lock()
         self._worker: Worker | None = None
@@ -82,16 +80,21 @@ class Session:
         self._past: list[_Cell] = []
         self._closed = False
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call is running or waiting."""
+        return self._lock.locked()
+
     async def __aenter__(self) -> Session:
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._closed = True
         self.evict()
-        self._sessions.forget(self._number)
 
     def evict(self) -> None:
         """End the process; what it had run stays known."""
+        self._sessions.forget(self._number)
         if self._worker is not None:
             self._worker.end_session(self._number)
             self._worker = None
@@ -107,11 +110,7 @@ class Session:
         async with self._lock:
             if self._closed:
                 raise RuntimeError("the session is closed")
-            self.busy = True
-            try:
-                return await self._run(code, stdin or "", timeout)
-            finally:
-                self.busy = False
+            return await self._run(code, stdin or "", timeout)
 
     async def _run(self, code: str, stdin: str, timeout: float) -> ToolResult:
         pool = self._sessions.pool
@@ -132,7 +131,7 @@ class Session:
             if alive:
                 self._past.append(_Cell(code, stdin, timeout, result))
             else:
-                state = "lost" if self._past or result.status is not ToolStatus.OK else state
+                state = "lost"
                 self._drop()
             return dataclasses.replace(result, state=state)
         raise InfrastructureError(f"a call of a session failed {pool.config.retries + 1} times; the last time: {reason}")
@@ -140,7 +139,6 @@ class Session:
     def _drop(self) -> None:
         """The process is dead, or has to be; nothing of it will be rebuilt."""
         self.evict()
-        self._sessions.forget(self._number)
         self._past = []
 
     async def _resume(self) -> str:
@@ -148,8 +146,7 @@ class Session:
         if self._worker is not None and self._worker.alive:
             self._sessions.touch(self._number)
             return ""
-        self._sessions.forget(self._number)
-        self._worker = None
+        self.evict()
         state = ""
         for cell in self._past:
             result, alive, _ = await self._cell(cell.code, cell.stdin, cell.timeout)
@@ -170,6 +167,5 @@ class Session:
         report: dict[str, Any] = await self._worker.run(code, stdin, timeout, lambda: pool.free(place), self._number)
         result = pool.result(report)
         if not report["alive"]:
-            self._worker = None
-            self._sessions.forget(self._number)
+            self.evict()
         return result, report["alive"], report["started"]

@@ -152,7 +152,8 @@ def numbers() -> dict[str, int]:
     return {name: row[column] for name, row in NUMBERS.items() if row[column] is not None}  # type: ignore[misc]
 
 
-_NUMBER = numbers() if MACHINE in _MACHINES else {}
+NUMBER = numbers() if MACHINE in _MACHINES else {}
+"""Of this machine; empty where there is no table."""
 
 
 def _check(result: int, what: str) -> int:
@@ -164,10 +165,10 @@ def _check(result: int, what: str) -> int:
 
 def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
     """The system call `name`. Integers are passed as 64 bits."""
-    if name not in _NUMBER:
+    if name not in NUMBER:
         raise OSError(f"{name}: not known for the machine {MACHINE!r}")
     values = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    return _check(_LIBC.syscall(ctypes.c_long(_NUMBER[name]), *values), name)
+    return _check(_LIBC.syscall(ctypes.c_long(NUMBER[name]), *values), name)
 
 
 def prctl(option: int, value: int, third: int = 0) -> None:

@@ -18,11 +18,11 @@ _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """`trees`: files and directories. `library`: the directories of the standard library. `sites`: of each directory of packages
-    the entries that may be seen."""
+    """`trees`: files and directories. `standard_library`: the directories that its modules are imported from. `sites`: of each
+    directory of packages the entries that may be seen."""
 
     trees: tuple[str, ...]
-    library: tuple[str, ...]
+    standard_library: tuple[str, ...]
     sites: dict[str, list[str]]
 
 

@@ -1,10 +1,9 @@
-"""The owner's side of one zygote: start it, send it calls, hear of their end and of its own."""
+"""The owner's side of a keeper and its zygote: start them, send calls, hear of the calls' end and of theirs."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import math
 import os
 import pathlib
@@ -18,11 +17,13 @@ from collections.abc import Callable
 from typing import Any
 
 from rstar_jax.config import ToolConfig
-from rstar_jax.tools.view import view
+from rstar_jax.tools.frames import frame, take_messages
+from rstar_jax.tools.rootfs import BOX
+from rstar_jax.tools.view import View
 from rstar_jax.types import InfrastructureError, UserError
 
 START_SECONDS = 120.0  # for the imports of `preload` on a cold disk
-GRACE_SECONDS = 15.0  # past a call's deadline before its zygote counts as stuck
+GRACE_SECONDS = 15.0  # past a call's deadline before its keeper counts as stuck
 _ROOT = str(pathlib.Path(__file__).parents[2])
 # The package need not be installed, and is not importable from a call unless it is.
 _PROGRAM = """import sys
@@ -57,7 +58,7 @@ def clean_environment(directory: str) -> dict[str, str]:
 
 
 class TierUnavailable(Exception):
-    """The zygote cannot have the tier here; the text says why."""
+    """Calls cannot have the tier here; the text says why."""
 
 
 @dataclasses.dataclass
@@ -68,15 +69,16 @@ class _Pending:
 
 
 class Worker(asyncio.Protocol):
-    """One zygote. `died` is set when its process has ended, by itself or not."""
+    """One keeper with its zygote. `died` is set when the keeper's process has ended, by itself or not; the zygote ends with it."""
 
-    def __init__(self, config: ToolConfig, tier: str, number: int, directory: pathlib.Path | None):
-        """`number`: of this zygote among those of this process. `directory`: for the calls' directories, None in the tiers where
-        those lie in a mount namespace."""
+    def __init__(self, config: ToolConfig, seen: View, tier: str, number: int, directory: pathlib.Path | None):
+        """`seen`: what calls can see of this machine. `number`: of this worker among those of this process. `directory`: for the
+        calls' directories, None in the tiers where those lie in a mount namespace."""
         self.directory = directory
         self.promises: dict[str, bool] = {}
         self.tier = tier
         self._number = number
+        self._seen = seen
         self.died = asyncio.Event()
         self.alive = False  # takes calls
         self._config = config
@@ -101,7 +103,7 @@ class Worker(asyncio.Protocol):
                     [sys.executable, *flags, "-c", _PROGRAM, _ROOT, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    env=clean_environment(str(self.directory or "/box")),
+                    env=clean_environment(str(self.directory or BOX)),
                     cwd="/",
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
@@ -113,7 +115,8 @@ class Worker(asyncio.Protocol):
         self._loop.add_reader(self._pidfd, self._ended)
         try:
             self._send(self._settings())
-            answer = await asyncio.wait_for(self._ready, START_SECONDS)
+            async with asyncio.timeout(START_SECONDS):
+                answer = await self._ready
             if "refused" in answer:
                 raise UserError(f"the tool's process cannot start: {answer['refused']}")
             if "unavailable" in answer:
@@ -129,15 +132,14 @@ class Worker(asyncio.Protocol):
 
     def _settings(self) -> dict[str, Any]:
         config = self._config
-        seen = view(config.packages, config.readable)
         return {
             "tier": self.tier,
             "number": os.getpid() * 64 + self._number,
             "directory": str(self.directory),
             "cover": tempfile.gettempdir(),
-            "trees": seen.trees,
-            "library": seen.library,
-            "sites": seen.sites,
+            "trees": self._seen.trees,
+            "standard_library": self._seen.standard_library,
+            "sites": self._seen.sites,
             "preload": config.preload,
             "cpu_seconds": math.ceil(config.cpu_s),  # whole seconds are the kernel's unit
             "memory_bytes": config.memory_bytes,
@@ -146,12 +148,11 @@ class Worker(asyncio.Protocol):
             "processes": config.processes,
             "disk_bytes": config.disk_bytes,
             "disk_files": config.disk_files,
-            "slots": config.concurrency + config.max_sessions,
         }
 
     async def run(self, code: str, stdin: str, timeout: float, free: Callable[[], None], session: int | None = None) -> dict[str, Any]:
-        """The zygote's report on one call, or on one cell of the session of that number. Raises `InfrastructureError` when the
-        zygote dies first. `free` is called once when the call has left the machine, which is later than the end of this coroutine
+        """The keeper's report on one call, or on one cell of the session of that number. Raises `InfrastructureError` when the
+        keeper dies first. `free` is called once when the call has left the machine, which is later than the end of this coroutine
         when that is cancelled."""
         self._next_id += 1
         call = self._next_id
@@ -172,29 +173,27 @@ class Worker(asyncio.Protocol):
             self._send({"close": session})
 
     def kill(self) -> None:
-        """SIGKILL the zygote; its calls die with it."""
+        """SIGKILL the keeper; zygote and calls die with it."""
         if not self.died.is_set():
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def close(self, seconds: float) -> None:
-        """Let the zygote end its calls and clean up, and wait for its end; kill it after `seconds`."""
+        """Let the keeper end its calls and clean up, and wait for its end; kill it after `seconds`."""
         self.alive = False
         self._transport.close()
         try:
-            await asyncio.wait_for(self.died.wait(), seconds)
+            async with asyncio.timeout(seconds):  # `wait_for` of Python 3.11 can lose a cancellation
+                await self.died.wait()
         except TimeoutError:
             self.kill()
             await self.died.wait()
 
     def _send(self, message: dict[str, Any]) -> None:
-        body = json.dumps(message).encode()
-        self._transport.write(len(body).to_bytes(4, "big") + body)
+        self._transport.write(frame(message))
 
     def data_received(self, data: bytes) -> None:
         self._inbox += data
-        while len(self._inbox) >= 4 and len(self._inbox) >= 4 + (size := int.from_bytes(self._inbox[:4], "big")):
-            message = json.loads(self._inbox[4 : 4 + size])
-            del self._inbox[: 4 + size]
+        for message in take_messages(self._inbox):
             if "id" not in message:
                 self._ready.set_result(message)
                 continue
@@ -225,7 +224,7 @@ class Worker(asyncio.Protocol):
 
 
 def kill_strays(directory: pathlib.Path, seconds: float = 2.0) -> None:
-    """SIGKILL every process whose environment names `directory`: what the calls of a dead zygote had started (the calls
+    """SIGKILL every process whose environment names `directory`: what the calls of a dead keeper had started (the calls
     themselves die with it). Looks until it finds none, for at most `seconds`. Blocks."""
     limit = time.monotonic() + seconds
     marks = (f"{directory}/".encode(), f"{directory}\0".encode())

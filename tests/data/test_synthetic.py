@@ -11,8 +11,9 @@ from rstar_jax.data import dialogues
 from rstar_jax.data.synthetic import FAMILIES, ArithmeticProblems, Call, demonstration, expert, held_out
 from rstar_jax.text.chat import CHAT_FORMATS
 from rstar_jax.text.tokenizer import train_tokenizer
+from rstar_jax.tools.base import Job
 from rstar_jax.tools.formatting import STYLES, format_result
-from rstar_jax.tools.pool import Job, ToolPool
+from rstar_jax.tools.pool import ToolPool
 from rstar_jax.tools.python_tool import PythonTool
 
 CHAT = CHAT_FORMATS["compact"]

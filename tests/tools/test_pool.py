@@ -8,8 +8,9 @@ import time
 import pytest
 
 from rstar_jax.config import ToolConfig
+from rstar_jax.tools.base import Job
 from rstar_jax.tools.isolation import PROMISES
-from rstar_jax.tools.pool import Job, ToolPool
+from rstar_jax.tools.pool import ToolPool
 from rstar_jax.types import ToolStatus, UserError
 
 OK, ERROR, EXIT, TIMEOUT = ToolStatus.OK, ToolStatus.ERROR, ToolStatus.EXIT, ToolStatus.TIMEOUT
@@ -497,3 +498,33 @@ def test_zygotes_and_keepers_have_one_thread_and_their_own_session(shared, proce
     for pid in pids:
         assert len(list(pathlib.Path(f"/proc/{pid}/task").iterdir())) == 1
         assert os.getsid(pid) not in (os.getsid(0), 0)
+
+
+def test_six_hundred_calls_that_end_in_the_same_moment_hold_nobody_up():
+    """Keeper and zygote have more to say to each other then than a socket holds."""
+
+    async def run():
+        async with ToolPool(ToolConfig(workers=1, concurrency=600, preload=())) as pool:
+            sleepers = await asyncio.gather(*(pool.run("import time; time.sleep(60)", timeout=4.0) for _ in range(600)))
+            return sleepers, await asyncio.wait_for(pool.run("6 * 7"), 30.0)
+
+    sleepers, after = asyncio.run(run())
+    assert {result.status for result in sleepers} == {TIMEOUT}
+    assert after.stdout == "42\n"
+
+
+def test_a_session_that_closes_its_channel_does_not_keep_its_keeper_busy(processes):
+    def used(pid):
+        return sum(map(int, pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+
+    async def run():
+        async with ToolPool(ToolConfig(workers=1, concurrency=1, preload=())) as pool:
+            (keeper,) = processes.keepers()
+            async with pool.session() as session:
+                before = used(keeper)
+                await session.run("import os, time; os.closerange(3, 128); time.sleep(2)", timeout=1.0)
+                return used(keeper) - before, await session.run("6 * 7")
+
+    ticks, after = asyncio.run(run())
+    assert ticks < os.sysconf("SC_CLK_TCK") // 2
+    assert after.stdout == "42\n"

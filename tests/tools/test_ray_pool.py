@@ -6,7 +6,7 @@ import builtins
 import pytest
 
 from rstar_jax.config import ToolConfig
-from rstar_jax.tools.pool import Job
+from rstar_jax.tools.base import Job
 from rstar_jax.tools.python_tool import PythonTool
 from rstar_jax.tools.ray_pool import RayPool, _nodes_for_tools
 from rstar_jax.types import InfrastructureError, ToolStatus, UserError

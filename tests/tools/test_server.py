@@ -15,8 +15,8 @@ import time
 import pytest
 
 from rstar_jax.tools import wire
+from rstar_jax.tools.base import Job
 from rstar_jax.tools.isolation import Isolation
-from rstar_jax.tools.pool import Job
 from rstar_jax.tools.python_tool import PythonTool
 from rstar_jax.tools.remote import RemotePool
 from rstar_jax.tools.server import ToolServer

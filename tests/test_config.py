@@ -41,7 +41,7 @@ def test_fields_of_every_type_are_set_and_presets_come_first():
         "model.num_heads=4 ", "model.num_kv_heads=2", "model.head_dim=31", "model.dtype=float16", "model.num_layers=0",
         "stages.rl.keep=9", "stages.rl.group=1", "stages.rl.kind=dpo", "stages.rl.temperature=0", "stages.rl.steps=0",
         "training.buckets=64,32", "training.buckets=64", "training.learning_rate=0", "training.learning_rate=nan", "mesh.data=0",
-        "rollout.extend_buckets=", "data.no_tool=1.5", "tool.timeout_s=0", "text.chat=chatml", "seed=x",
+        "rollout.extend_buckets=", "data.no_tool=1.5", "tool.timeout_s=0", "text.chat=mistral", "seed=x",
     ],
 )  # fmt: skip
 def test_every_mistake_is_one_clear_line(override):

@@ -8,7 +8,8 @@ calls, then the model again. What the format itself writes at the start of an as
 `prompt` and `tool_turn`, and is not sampled. A demonstration of one assistant turn is
 `reason(...) + call_text(...) + [end_of_turn]` or `reason(...) + final_answer(...) + [end_of_turn]`.
 
-Sources: rStar2-Agent section 2.1 and its public prompt (`rstar2`); SRL section 4 and appendix B.2.1 (`srl_prompt`).
+Sources: rStar2-Agent section 2.1 and its public prompt (`rstar2`); the chat template of Qwen3 (`chatml`); SRL section 4 and
+appendix B.2.1 (`srl_prompt`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from rstar_jax.config import TextConfig
 from rstar_jax.text.tool_calls import CALL_CLOSE, CALL_OPEN, ParsedCall, parse_tool_calls
@@ -57,6 +58,8 @@ _QUESTION_BEFORE = (
     "You must put your answer inside <answer> </answer> tags, i.e., <answer> answer here </answer>. And your final answer will "
     "be extracted automatically by the \\boxed{} tag.\nThis is the problem:\n"
 )
+_CHATML_SYSTEM = "You are a helpful assistant that solves problems step by step."
+_CHATML_QUESTION_AFTER = "\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 _SRL_SYSTEM = (
     "You are a helpful assistant for solving mathematical problems. A user will provide a math problem, which may include a "
     "partial solution. Your task is to continue the solution by providing the very next logical step.\n\n"
@@ -76,7 +79,7 @@ def _control(template: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class ChatFormat(abc.ABC):
-    """What the two formats share. `call_syntax`: how the body of a tool call is written (see `tool_calls`). `turn_separator`:
+    """What the formats share. `call_syntax`: how the body of a tool call is written (see `tool_calls`). `turn_separator`:
     what follows the model's `<|im_end|>`: nothing (`rstar2`, as the public code trains) or a newline (`template`, as the
     Hugging Face template renders a history). Training and inference must use the same. `tool_style`: how a tool's result is shown
     (see `tools.formatting`)."""
@@ -127,20 +130,25 @@ class ChatFormat(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class RStar2Format(ChatFormat):
-    """ChatML with Hermes tool calls and a forced `<reason>` in every assistant turn, byte for byte the public prompt."""
+class HermesFormat(ChatFormat):
+    """ChatML turns with Hermes tool calls, as Qwen's templates render them. A format adds its system text, what it writes around
+    a question, and how a turn reasons and answers."""
+
+    _system: ClassVar[str]
+    _around_question: ClassVar[tuple[str, str]]
 
     def _header(self) -> list[str]:
         return _control(f"<|im_start|>assistant\n{self.forced_opening}")
 
     def prompt(self, question: str, tools_schemas: Sequence[Mapping[str, Any]] = ()) -> list[str]:
-        pieces = _control(f"<|im_start|>system\n{_SYSTEM}")
+        before, after = self._around_question
+        pieces = _control(f"<|im_start|>system\n{self._system}")
         if tools_schemas:
             pieces += _control(_TOOLS_BEFORE)
             pieces += [f"\n{json.dumps(schema, ensure_ascii=False)}" for schema in tools_schemas]
             pieces += _control(_TOOLS_AFTER)
-        pieces += _control(f"<|im_end|>\n<|im_start|>user\n{_QUESTION_BEFORE}")
-        return [*pieces, question, *_control("<|im_end|>\n"), *self._header()]
+        pieces += _control(f"<|im_end|>\n<|im_start|>user\n{before}")
+        return [*pieces, question, *_control(f"{after}<|im_end|>\n"), *self._header()]
 
     def srl_prompt(self, question: str, steps_so_far: Sequence[str], next_title: str | None = None) -> list[str]:
         """The system prompt of SRL appendix B.2.1. The user turn is not published; here it is `Question:` and `Solution:` with
@@ -159,12 +167,35 @@ class RStar2Format(ChatFormat):
             pieces += [*_control("\n<tool_response>\n"), text, *_control("\n</tool_response>")]
         return [*pieces, *_control("<|im_end|>\n"), *self._header()]
 
-    def reason(self, text: str) -> list[str]:
-        return [text, *_control("</reason>\n")]
-
     def call_text(self, code: str, tool_name: str = DEFAULT_TOOL) -> list[str]:
         call = json.dumps({"name": tool_name, "arguments": {"code": code, "input": ""}}, ensure_ascii=False)
         return [*_control("<tool_call>\n"), call, *_control("\n</tool_call>")]
+
+
+@dataclasses.dataclass(frozen=True)
+class RStar2Format(HermesFormat):
+    """The public prompt byte for byte, with a forced `<reason>` in every assistant turn."""
+
+    _system: ClassVar[str] = _SYSTEM
+    _around_question: ClassVar[tuple[str, str]] = (_QUESTION_BEFORE, "")
+
+    def reason(self, text: str) -> list[str]:
+        return [text, *_control("</reason>\n")]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatMLFormat(HermesFormat):
+    """For instruct models as they are (Qwen, SmolLM2): nothing is forced, reasoning goes where Qwen3 puts it, and the answer
+    stands in a box without tags."""
+
+    _system: ClassVar[str] = _CHATML_SYSTEM
+    _around_question: ClassVar[tuple[str, str]] = ("", _CHATML_QUESTION_AFTER)
+
+    def reason(self, text: str) -> list[str]:
+        return [*_control("<think>\n"), text, *_control("\n</think>\n\n")]
+
+    def final_answer(self, text: str) -> list[str]:
+        return [f"The final answer is \\boxed{{{text}}}."]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,6 +226,9 @@ class CompactFormat(ChatFormat):
 
 CHAT_FORMATS: dict[str, ChatFormat] = {
     "rstar2": RStar2Format(name="rstar2", call_syntax="json", forced_opening="<reason>", tool_style="rstar2"),
+    "chatml": ChatMLFormat(
+        name="chatml", call_syntax="json", forced_opening="", tool_style="rstar2", reasoning_tags=("<think>", "</think>")
+    ),
     "compact": CompactFormat(name="compact", call_syntax="code", forced_opening="", tool_style="last_line"),
 }
 
@@ -205,5 +239,5 @@ def chat_format(config: TextConfig) -> ChatFormat:
         raise UserError(f"text.chat={config.chat!r} is not known; choose one of {', '.join(CHAT_FORMATS)}")
     chosen = CHAT_FORMATS[config.chat]
     if chosen.name == "compact" and config.turn_separator != "rstar2":
-        raise UserError("text.turn_separator=template needs text.chat=rstar2: the compact format has no separator")
+        raise UserError("text.turn_separator=template needs text.chat=rstar2 or chatml: the compact format has no separator")
     return dataclasses.replace(chosen, turn_separator=config.turn_separator)

@@ -18,10 +18,13 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from rstar_jax.text.chat import COMPACT_SPECIALS, PAD, TURN_END
+from rstar_jax.text.template import default_template, end_of_turn
 from rstar_jax.types import Marker, UserError
 
 _BYTES = 256
 _REPLACEMENT = "\ufffd"
+_TEMPLATE = "chat_template.jinja"
+_KEPT = (_TEMPLATE, "additional_chat_templates/*.jinja", "special_tokens_map.json", "added_tokens.json")
 
 
 def _without_added_tokens(full: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -42,14 +45,17 @@ def _without_added_tokens(full: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 class FastTokenizer:
     """A `Tokenizer` over one `tokenizers` backend. Made by `load_tokenizer` and `train_tokenizer`.
 
-    `config` is the content of tokenizer_config.json, written back by `save` unchanged. `pad_id` may equal a stop id: what is
-    padding is known from lengths, never from ids.
+    `config` is the content of tokenizer_config.json and `generation` that of generation_config.json; `files` are further files of
+    the model directory, by relative path. `save` writes all of them back. `pad_id` may equal a stop id: what is padding is known
+    from lengths, never from ids.
     """
 
     backend: tokenizers.Tokenizer
     stop_ids: tuple[int, ...]
     pad_id: int
     config: Mapping[str, Any]
+    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    files: Mapping[str, bytes] = dataclasses.field(default_factory=dict, repr=False)
     _content: tokenizers.Tokenizer = dataclasses.field(init=False, repr=False)
     _special: Mapping[str, int] = dataclasses.field(init=False, repr=False)
 
@@ -65,9 +71,10 @@ class FastTokenizer:
         object.__setattr__(self, "_special", {token.content: index for index, token in added.items()})
         if not self.stop_ids:
             raise UserError(f"the tokenizer has no stop token: set eos_token in tokenizer_config.json or add {TURN_END}")
+        size = self.vocab_size
         for index in (*self.stop_ids, self.pad_id):
-            if not 0 <= index < self.vocab_size:
-                raise UserError(f"stop or pad id {index} is outside the tokenizer's vocabulary of {self.vocab_size}")
+            if not 0 <= index < size:
+                raise UserError(f"stop or pad id {index} is outside the tokenizer's vocabulary of {size}")
 
     @property
     def vocab_size(self) -> int:
@@ -113,14 +120,22 @@ class FastTokenizer:
         return "".join([*parts, self.backend.decode(run, skip_special_tokens=False)])
 
     def save(self, directory: str | pathlib.Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and the stop ids (generation_config.json), so that `load_tokenizer` gives
-        this tokenizer again and transformers' `AutoTokenizer` loads it."""
+        """Write a directory that `load_tokenizer` reads as this tokenizer again and transformers' `AutoTokenizer` loads.
+
+        tokenizer_config.json, the chat template and the other `files` are written as they were; generation_config.json keeps its
+        fields but `eos_token_id`, which becomes the list of all stop ids. A `pad_token_id` is added where it has none.
+        """
         path = pathlib.Path(directory)
         path.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(path / "tokenizer.json"))
-        generation = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
+        generation = {**self.generation, "eos_token_id": list(self.stop_ids)}
+        if generation.get("pad_token_id") is None:
+            generation["pad_token_id"] = self.pad_id
         for name, content in (("tokenizer_config.json", dict(self.config)), ("generation_config.json", generation)):
             (path / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        for name, data in self.files.items():
+            (path / name).parent.mkdir(exist_ok=True)
+            (path / name).write_bytes(data)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[str] = COMPACT_SPECIALS) -> FastTokenizer:
@@ -166,9 +181,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, specials: Sequence[st
 def load_tokenizer(directory: str | pathlib.Path) -> FastTokenizer:
     """The tokenizer of a Hugging Face model directory.
 
-    Stop ids are the union, in this order, of `eos_token_id` in generation_config.json (an int or a list), `eos_token` in
-    tokenizer_config.json, and `<|im_end|>`; any of the three may be absent, but not all. Padding is `pad_token`, else
-    `pad_token_id`, else the first stop id. Raises `UserError` for a missing directory or file and for broken JSON.
+    Stop ids are the union, in this order, of `eos_token_id` (an id or a list) in generation_config.json, or in config.json if it
+    is not there; `eos_token` in tokenizer_config.json; the special token that the chat template writes behind an assistant's
+    message; and `<|im_end|>`. Any of them may be absent, but not all. Padding is `pad_token`, else `pad_token_id` in
+    generation_config.json, else the first stop id. Raises `UserError` for a missing directory or file and for broken JSON.
     """
     path = pathlib.Path(directory)
     if not path.is_dir():
@@ -181,12 +197,34 @@ def load_tokenizer(directory: str | pathlib.Path) -> FastTokenizer:
     except Exception as error:  # the library raises plain Exception
         raise UserError(f"{file} cannot be read as a tokenizer: {' '.join(str(error).split())}") from error
     config, generation = _json_file(path / "tokenizer_config.json"), _json_file(path / "generation_config.json")
-    eos = generation.get("eos_token_id")
-    found = [*(eos if isinstance(eos, list) else [eos]), _token_id(backend, config, "eos_token"), backend.token_to_id(TURN_END)]
-    stop_ids = tuple(dict.fromkeys(int(index) for index in found if index is not None))
+    files = {str(kept.relative_to(path)): kept.read_bytes() for name in _KEPT for kept in sorted(path.glob(name))}
+    found = [
+        *(_eos_ids(path / "generation_config.json") or _eos_ids(path / "config.json")),
+        _token_id(backend, config, "eos_token"),
+        _template_end(backend, config, files),
+        backend.token_to_id(TURN_END),
+    ]
+    stop_ids = tuple(dict.fromkeys(index for index in found if index is not None))
     pads = [_token_id(backend, config, "pad_token"), generation.get("pad_token_id"), *stop_ids]
     pad_id = next((int(index) for index in pads if index is not None), 0)
-    return FastTokenizer(backend, stop_ids, pad_id, config)
+    return FastTokenizer(backend, stop_ids, pad_id, config, generation, files)
+
+
+def _eos_ids(file: pathlib.Path) -> list[int]:
+    """What `eos_token_id` in a JSON file says: one id, a list of them, or nothing."""
+    value = _json_file(file).get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(index) is int for index in ids):
+        raise UserError(f"eos_token_id in {file} must be an id or a list of ids, not {value!r}")
+    return ids
+
+
+def _template_end(backend: tokenizers.Tokenizer, config: Mapping[str, Any], files: Mapping[str, bytes]) -> int | None:
+    """The id of the special token that ends an assistant's turn in the chat template: in its file, else in `config`."""
+    template = files[_TEMPLATE].decode("utf-8", "replace") if _TEMPLATE in files else default_template(config)
+    special = {token.content: index for index, token in backend.get_added_tokens_decoder().items() if token.special}
+    token = None if template is None else end_of_turn(template, list(special), config)
+    return None if token is None else special[token]
 
 
 def _json_file(file: pathlib.Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from rstar_jax.text.chat import CHAT_FORMATS, COMPACT_SPECIALS, chat_format
 from rstar_jax.text.tokenizer import train_tokenizer
 from rstar_jax.types import Marker, UserError
 
-RSTAR2, COMPACT = CHAT_FORMATS["rstar2"], CHAT_FORMATS["compact"]
+RSTAR2, CHATML, COMPACT = CHAT_FORMATS["rstar2"], CHAT_FORMATS["chatml"], CHAT_FORMATS["compact"]
 
 RSTAR2_PROMPT = r"""<|im_start|>system
 A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The Assistant first thinks about the reasoning process in the mind and then provides the User with the answer. The reasoning process is enclosed within <reason> </reason> and answer is enclosed within <answer> </answer> tags, respectively, i.e., <reason> reasoning process here </reason> <answer> answer here </answer>.
@@ -32,6 +32,29 @@ This is the problem:
 What is $1+1$?<|im_end|>
 <|im_start|>assistant
 <reason>"""  # noqa: E501
+CHATML_PROMPT = r"""<|im_start|>system
+You are a helpful assistant that solves problems step by step.
+
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{"type": "function", "function": {"name": "a", "description": "é"}}
+{"type": "function", "function": {"name": "b"}}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+<|im_start|>user
+What is $1+1$?
+
+Please reason step by step, and put your final answer within \boxed{}.<|im_end|>
+<|im_start|>assistant
+"""
 TOOLS = [
     {"type": "function", "function": {"name": "a", "description": "é"}},
     {"type": "function", "function": {"name": "b"}},
@@ -69,16 +92,46 @@ def test_turn_separator_template_adds_the_newline_of_a_rendered_history():
     assert text(template.prompt("Q")) == text(RSTAR2.prompt("Q"))
 
 
+def test_chatml_prompts_force_nothing():
+    assert text(CHATML.prompt("What is $1+1$?", TOOLS)) == CHATML_PROMPT
+    assert text(CHATML.prompt("Q")) == (
+        "<|im_start|>system\nYou are a helpful assistant that solves problems step by step.<|im_end|>\n"
+        "<|im_start|>user\nQ\n\nPlease reason step by step, and put your final answer within \\boxed{}.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert CHATML.srl_prompt("Q?", ["a"], "T") == RSTAR2.srl_prompt("Q?", ["a"], "T")
+
+
+def test_chatml_turns_as_text():
+    assert text(CHATML.tool_turn(["1", "2"])) == text(RSTAR2.tool_turn(["1", "2"])).removesuffix("<reason>")
+    template = chat_format(TextConfig(chat="chatml", turn_separator="template"))
+    assert text(template.tool_turn(["1"])) == "\n" + text(CHATML.tool_turn(["1"]))
+    answer = [*CHATML.reason("r"), *CHATML.final_answer("42")]
+    assert text(answer) == "<think>\nr\n</think>\n\nThe final answer is \\boxed{42}."
+    assert CHATML.call_text("x") == RSTAR2.call_text("x")
+
+
+def test_a_chatml_call_within_its_reasoning_is_not_a_call():
+    turn = text([*CHATML.reason(text(CHATML.call_text("1"))), *CHATML.call_text("2"), CHATML.end_of_turn])
+    calls = CHATML.parse_calls(turn, ["python_code_with_standard_io"])
+    assert [(call.inside_reasoning, call.error is None) for call in calls] == [(True, False), (False, True)]
+    assert calls[1].arguments == {"code": "2", "input": ""}
+    assert CHATML.parse_calls(text(CHATML.call_text("2")), ["python_code_with_standard_io"])[0].error is None
+
+
 def test_the_compact_format_has_no_separator_and_says_so():
     assert chat_format(TextConfig()) == RSTAR2
     assert chat_format(TextConfig(chat="compact")) == COMPACT
     with pytest.raises(UserError, match="turn_separator"):
         chat_format(TextConfig(chat="compact", turn_separator="template"))
-    with pytest.raises(UserError, match="choose one of rstar2, compact"):
-        chat_format(TextConfig(chat="chatml"))
+    with pytest.raises(UserError, match="choose one of rstar2, chatml, compact"):
+        chat_format(TextConfig(chat="mistral"))
+    assert list(CHAT_FORMATS) == ["rstar2", "chatml", "compact"]
+    for name in CHAT_FORMATS:
+        TextConfig(chat=name).validate()
 
 
-@pytest.mark.parametrize("chat", [RSTAR2, COMPACT], ids=lambda chat: chat.name)
+@pytest.mark.parametrize("chat", CHAT_FORMATS.values(), ids=lambda chat: chat.name)
 @pytest.mark.parametrize("content", ["<|im_end|>\n<|im_start|>system", "<tool_call>", "</tool_response></reason>", "1"])
 def test_the_control_tokens_do_not_depend_on_the_content(chat, content):
     tokenizer = train_tokenizer(["1"], 300, (*COMPACT_SPECIALS, "<think>", "</think>"))
@@ -89,11 +142,11 @@ def test_the_control_tokens_do_not_depend_on_the_content(chat, content):
     def conversations(x):
         return [
             chat.prompt(x, [{"x": x}]), chat.tool_turn([x, x]), chat.reason(x),
-            chat.call_text(x), chat.final_answer(x), chat.srl_prompt(x, [x], x),
+            chat.call_text(x), chat.srl_prompt(x, [x], x), chat.final_answer(x),
         ]  # fmt: skip
 
     assert [control(*c) for c in conversations(content)] == [control(*c) for c in conversations("plain")]
-    assert all(control(*c) for c in conversations(content))
+    assert all(control(*c) for c in conversations(content)[:-1])  # chatml's answer has no control text
 
 
 def test_rstar2_demonstrations_parse_back_to_the_call_that_was_written():

@@ -39,9 +39,9 @@ def byte_level(added):
     return backend
 
 
-def write_model(directory, backend, config=None, generation=None):
+def write_model(directory, backend, config=None, generation=None, model=None):
     backend.save(str(directory / "tokenizer.json"))
-    for name, content in (("tokenizer_config.json", config), ("generation_config.json", generation)):
+    for name, content in (("tokenizer_config.json", config), ("generation_config.json", generation), ("config.json", model)):
         if content is not None:
             (directory / name).write_text(json.dumps(content))
     return directory
@@ -152,11 +152,133 @@ def test_stop_ids_are_the_union_of_both_configs_and_the_chat_end_marker(tmp_path
     assert tokenizer.pad_id == 256
 
 
+SPECIALS = ["<|endoftext|>", "<|begin|>", "<|header|>", "<|eot|>", "<|im_end|>"]  # 256 and on
+TEMPLATE = "{{ bos_token }}{% for m in messages %}<|header|>{{ m.role }}\n{{ m.content | trim }}<|eot|>{% endfor %}"
+ENDED = {"eos_token": "<|endoftext|>", "bos_token": "<|begin|>"}
+
+
+def specials(names=SPECIALS):
+    return byte_level([(name, True) for name in names])
+
+
+@pytest.mark.parametrize(
+    ("generation", "model", "expected"),
+    [
+        (None, {"eos_token_id": 258}, (258, 260)),
+        (None, {"eos_token_id": [258, 257]}, (258, 257, 260)),
+        ({"eos_token_id": None}, {"eos_token_id": [258]}, (258, 260)),
+        ({"eos_token_id": []}, {"eos_token_id": 258}, (258, 260)),
+        ({"eos_token_id": 256}, {"eos_token_id": 258}, (256, 260)),  # generation_config.json has the say
+        ({"eos_token_id": 260}, {"eos_token_id": 999_999}, (260,)),
+        (None, {"vocab_size": 151_936}, (260,)),
+    ],
+)
+def test_the_models_own_stop_ids_count_where_no_generation_config_names_any(tmp_path, generation, model, expected):
+    assert load_tokenizer(write_model(tmp_path, specials(), None, generation, model)).stop_ids == expected
+
+
+def test_the_templates_end_of_turn_is_a_stop_id_wherever_the_template_stands(tmp_path):
+    """Llama-3's kind: the end of text is the eos token, and the template ends turns with another."""
+    write_model(tmp_path, specials(SPECIALS[:-1]), ENDED, {"eos_token_id": 256})
+    assert load_tokenizer(tmp_path).stop_ids == (256,)
+    named = [{"name": "tool_use", "template": "{{ messages[1].content }}<|header|>"}, {"name": "default", "template": TEMPLATE}]
+    for template in (TEMPLATE, named):
+        write_model(tmp_path, specials(SPECIALS[:-1]), ENDED | {"chat_template": template}, {"eos_token_id": 256})
+        assert load_tokenizer(tmp_path).stop_ids == (256, 259)
+    other = TEMPLATE.replace("<|eot|>", "{{ eos_token }}")
+    write_model(tmp_path, specials(SPECIALS[:-1]), ENDED | {"chat_template": other}, {"eos_token_id": 259})
+    assert load_tokenizer(tmp_path).stop_ids == (259, 256)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE.replace("<|eot|>", "<|header|>"))  # the file is the one that counts
+    assert load_tokenizer(tmp_path).stop_ids == (259, 256, 258)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% if", "{{ raise_exception('roles') }}", "{{ messages[1].content }}", 7, [{"name": "rag", "template": TEMPLATE}], "\ud800"],
+)
+def test_a_template_that_cannot_be_rendered_adds_no_stop_id(tmp_path, template):
+    write_model(tmp_path, specials(), ENDED | {"chat_template": template})
+    assert load_tokenizer(tmp_path).stop_ids == (256, 260)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff{{ messages[1].content }}")
+    assert load_tokenizer(tmp_path).stop_ids == (256, 260)
+
+
+def test_a_token_that_is_not_special_does_not_end_a_turn(tmp_path):
+    backend = byte_level([("<|endoftext|>", True), ("<tool_call>", False), ("<|eot|>", True)])
+    template = "{{ messages[1].content }}<tool_call></s><|eot|>"
+    write_model(tmp_path, backend, {"eos_token": "<|endoftext|>", "chat_template": template})
+    assert load_tokenizer(tmp_path).stop_ids == (256, 258)
+
+
+def read(file):
+    return json.loads(file.read_text())
+
+
+def test_saving_keeps_what_was_loaded(tmp_path):
+    config = ENDED | {
+        "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<|begin|>", "model_max_length": 131072,
+        "chat_template": "in the file", "added_tokens_decoder": {"256": {"content": "<|endoftext|>", "special": True}},
+    }  # fmt: skip
+    generation = {"temperature": 0.6, "top_p": 0.95, "eos_token_id": [258], "pad_token_id": 260, "transformers_version": "4.51.0"}
+    model, first, second = (tmp_path / name for name in ("model", "first", "second"))
+    (model / "additional_chat_templates").mkdir(parents=True)
+    write_model(model, specials(), config, generation, {"eos_token_id": 0})
+    files = {
+        "chat_template.jinja": TEMPLATE.replace("\n", "\r\n").encode() + b"{# \xc3\xa9 #}\n",
+        "additional_chat_templates/rag.jinja": b"{{ documents }}",
+        "special_tokens_map.json": b'{"eos_token":  "<|endoftext|>"}',
+        "added_tokens.json": b'{"<|endoftext|>": 256}',
+    }
+    for name, data in files.items():
+        (model / name).write_bytes(data)
+    tokenizer = load_tokenizer(model)
+    assert (tokenizer.stop_ids, tokenizer.pad_id) == ((258, 256, 259, 260), 257)
+    tokenizer.save(first)
+    load_tokenizer(first).save(second)
+    for saved in (first, second):
+        again = load_tokenizer(saved)
+        assert (again.stop_ids, again.pad_id, again.config) == (tokenizer.stop_ids, tokenizer.pad_id, config)
+        assert again.encode([Marker("<|eot|>"), "é 12"]) == tokenizer.encode([Marker("<|eot|>"), "é 12"])
+        assert read(saved / "tokenizer_config.json") == config
+        assert read(saved / "generation_config.json") == generation | {"eos_token_id": [258, 256, 259, 260]}
+        assert {name: (saved / name).read_bytes() for name in files} == files
+        assert {path.name for path in saved.iterdir()} == {
+            "tokenizer.json", "tokenizer_config.json", "generation_config.json", "additional_chat_templates",
+            "chat_template.jinja", "special_tokens_map.json", "added_tokens.json",
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["file", "config", "list"])
+def test_transformers_renders_a_saved_template_as_the_original(tmp_path, place):
+    config = ENDED | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    values = {"config": TEMPLATE, "list": [{"name": "default", "template": TEMPLATE}]}
+    write_model(tmp_path, specials(), config | ({"chat_template": values[place]} if place in values else {}))
+    if place == "file":
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    load_tokenizer(tmp_path).save(tmp_path / "saved")
+    messages = [{"role": "user", "content": " <b>é "}, {"role": "assistant", "content": "x"}]
+    theirs, saved = (transformers.AutoTokenizer.from_pretrained(path) for path in (tmp_path, tmp_path / "saved"))
+    text = theirs.apply_chat_template(messages, tokenize=False)
+    assert text == "<|begin|><|header|>user\n<b>é<|eot|><|header|>assistant\nx<|eot|>"
+    assert saved.apply_chat_template(messages, tokenize=False) == text
+    assert saved.apply_chat_template(messages)["input_ids"] == theirs.apply_chat_template(messages)["input_ids"]
+
+
+def test_a_pad_id_is_written_where_none_was_named(tmp_path):
+    write_model(tmp_path, specials(), ENDED | {"pad_token": "<|begin|>"}, {"pad_token_id": None, "top_k": 20})
+    load_tokenizer(tmp_path).save(tmp_path / "saved")
+    assert read(tmp_path / "saved" / "generation_config.json") == {"pad_token_id": 257, "top_k": 20, "eos_token_id": [256, 260]}
+
+
 def test_pad_may_equal_a_stop_id_or_differ(tmp_path):
     backend = byte_level([("<|endoftext|>", True), ("<|im_end|>", True)])
     assert load_tokenizer(write_model(tmp_path, backend)).pad_id == 257  # nothing named: the first stop id
     write_model(tmp_path, backend, {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}, {"eos_token_id": 257})
     tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.pad_id, tokenizer.stop_ids) == (256, (257,))
+    tokenizer = load_tokenizer(write_model(tmp_path, backend, {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}))
+    assert (tokenizer.pad_id, tokenizer.stop_ids) == (257, (257,))
+    tokenizer = load_tokenizer(write_model(tmp_path, backend, {"pad_token": None}, {"eos_token_id": 257, "pad_token_id": 256}))
     assert (tokenizer.pad_id, tokenizer.stop_ids) == (256, (257,))
 
 
@@ -206,6 +328,12 @@ def test_what_cannot_be_loaded_is_one_clear_line(tmp_path):
         load_tokenizer(tmp_path)
     write_model(tmp_path, byte_level([("<|im_end|>", True)]), {}, {"eos_token_id": 9999})
     with pytest.raises(UserError, match="outside the tokenizer's vocabulary"):
+        load_tokenizer(tmp_path)
+    write_model(tmp_path, byte_level([("<|im_end|>", True)]), {}, {"eos_token_id": ["<|im_end|>"]})
+    with pytest.raises(UserError, match=r"eos_token_id in .*generation_config.json must be an id or a list of ids"):
+        load_tokenizer(tmp_path)
+    write_model(tmp_path, byte_level([("<|im_end|>", True)]), {}, {}, {"eos_token_id": True})
+    with pytest.raises(UserError, match=r"eos_token_id in .*[^_]config.json must be an id or a list of ids, not True"):
         load_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text("[")
     with pytest.raises(UserError, match="not valid JSON"):

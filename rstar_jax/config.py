@@ -32,9 +32,14 @@ def _at_least(section: str, config: Any, minimum: float, *fields: str) -> None:
             raise UserError(f"{section}.{field}={value} must be at least {minimum}")
 
 
+ATTENTION = ("dense", "blockwise", "cudnn")  # implementations, see model/attention.py
+ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # see model/rope.py
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A Qwen-style decoder. Sizes in elements; `dtype` is what activations and matmuls use, `param_dtype` what is stored."""
+    """A decoder of the Qwen and Llama families. Sizes in elements; `dtype` is what activations and matmuls use, `param_dtype` what is
+    stored. Norms, softmax, router and log-probs are float32 in any case."""
 
     vocab_size: int = 512
     num_layers: int = 3
@@ -52,10 +57,35 @@ class ModelConfig:
     param_dtype: str = "float32"
     remat: str = "none"
     logprob_chunk: int = 4096  # tokens whose logits exist at a time in the loss
+    o_bias: bool = False  # of the attention's output projection
+    mlp_bias: bool = False
+    max_positions: int = 32_768  # the longest sequence that the model is made for
+    rope_type: str = "default"
+    rope_factor: float = 1.0  # linear, yarn, llama3: how many times longer than the original length
+    rope_original_length: int = 0  # yarn, llama3
+    rope_attention_factor: float = 0.0  # yarn: factor of cosine and sine; 0: 0.1 ln(rope_factor) + 1
+    rope_beta_fast: float = 32.0  # yarn
+    rope_beta_slow: float = 1.0  # yarn
+    rope_truncate: bool = True  # yarn: whole dimensions as the ramp's ends
+    rope_low_frequency: float = 1.0  # llama3
+    rope_high_frequency: float = 4.0  # llama3
+    num_experts: int = 0  # 0: one feed-forward layer of width d_ff
+    experts_per_token: int = 0
+    expert_d_ff: int = 0  # width of each expert
+    normalize_experts: bool = True  # weights of a token's experts sum to 1
+    expert_block: int = 64  # rows of one expert that are multiplied at a time
+    attention: str = "dense"
+    attention_block: int = 512  # positions of a block of `blockwise`
+
+    @property
+    def routed(self) -> tuple[int, int] | None:
+        """(layers, experts of a token): the shape of a token's routing. None without experts."""
+        return (self.num_layers, self.experts_per_token) if self.num_experts else None
 
     def validate(self) -> None:
         _at_least("model", self, 1, "vocab_size", "num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
-        _at_least("model", self, 1, "logprob_chunk")
+        _at_least("model", self, 1, "logprob_chunk", "max_positions", "attention_block", "expert_block", "rope_factor")
+        _at_least("model", self, 0, "num_experts")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
@@ -63,6 +93,16 @@ class ModelConfig:
         _choice("model", "dtype", self.dtype, ("float32", "bfloat16"))
         _choice("model", "param_dtype", self.param_dtype, ("float32", "bfloat16"))
         _choice("model", "remat", self.remat, ("none", "dots", "full"))
+        _choice("model", "attention", self.attention, ATTENTION)
+        _choice("model", "rope_type", self.rope_type, ROPE_TYPES)
+        if self.rope_type in ("yarn", "llama3") and self.rope_original_length < 1:
+            raise UserError(f"model.rope_type={self.rope_type} needs model.rope_original_length, the length it was trained at")
+        if self.num_experts:
+            _at_least("model", self, 1, "experts_per_token", "expert_d_ff")
+            if self.experts_per_token > self.num_experts:
+                raise UserError(f"model.experts_per_token={self.experts_per_token} is more than model.num_experts={self.num_experts}")
+            if self.mlp_bias:
+                raise UserError("model.mlp_bias=true needs model.num_experts=0: experts have no biases")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +129,7 @@ class TextConfig:
     turn_separator: str = "rstar2"
 
     def validate(self) -> None:
-        _choice("text", "chat", self.chat, ("rstar2", "compact"))
+        _choice("text", "chat", self.chat, ("rstar2", "chatml", "compact"))
         _choice("text", "turn_separator", self.turn_separator, ("rstar2", "template"))
 
 
@@ -318,6 +358,11 @@ class RunConfig:
                     f"stages.{stage.name}.reset_optimizer=false needs the optimizer of {before.name} ({before.optimizer}), "
                     f"not {stage.optimizer}"
                 )
+        if self.capacity > self.model.max_positions:
+            raise UserError(
+                f"a trajectory may hold {self.capacity} tokens (rollout.max_prompt_tokens plus the longest stage's "
+                f"max_response_tokens), more than model.max_positions={self.model.max_positions}"
+            )
         if self.capacity > self.training.buckets[-1]:
             raise UserError(
                 f"training.buckets end at {self.training.buckets[-1]}, but a trajectory may hold {self.capacity} tokens "

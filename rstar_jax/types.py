@@ -168,6 +168,7 @@ class Trajectory:
         self._logps: list[float] = [float("nan")] * len(prompt_ids)
         self._versions: list[int] = [-1] * len(prompt_ids)
         self._turns: list[Turn] = []
+        self._experts: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -191,6 +192,15 @@ class Trajectory:
     def versions(self) -> np.ndarray:
         """[n] int32 weight versions; -1 where the token was observed."""
         return np.asarray(self._versions, np.int32)
+
+    @property
+    def experts(self) -> np.ndarray | None:
+        """[n, L, k] int16: the experts that each of L layers used for a token; -1 for tokens that were never fed to the model, such
+        as the last. None for a model without experts."""
+        if self._experts is None:
+            return None
+        unknown = np.full((len(self._ids) - len(self._experts), *self._experts.shape[1:]), -1, np.int16)
+        return np.concatenate([self._experts, unknown])
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -245,6 +255,12 @@ class Trajectory:
             last = self._turns[-1]
             self._turns[-1] = dataclasses.replace(last, calls=last.calls + tuple(calls))
 
+    def record_experts(self, experts_nlk: np.ndarray | None) -> None:
+        """What the tokens that were fed to the model were routed to, from the first on (`Slot.experts`)."""
+        if experts_nlk is not None and len(experts_nlk) > len(self._ids):
+            raise ValueError(f"experts of {len(experts_nlk)} tokens came with a trajectory of {len(self._ids)}")
+        self._experts = experts_nlk
+
     def close(self, finish: Finish) -> None:
         """End the trajectory; nothing can be appended after it."""
         self._open()
@@ -291,6 +307,7 @@ class TrainBatch:
     advantage_bt: Array  # float32 [B, T], constant over a sequence
     old_logp_bt: Array  # float32 [B, T], log-probs that the ratio is taken against
     sampler_logp_bt: Array  # float32 [B, T], log-probs reported by the engine
+    experts_btlk: Array | None = None  # int16 [B, T, L, k], experts to route to again in each of L layers; -1 leaves it to the router
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -348,6 +365,10 @@ class Slot(Protocol):
 
     async def append(self, ids: Sequence[int]) -> None:
         """Append observed ids behind what the slot holds."""
+        ...
+
+    def experts(self) -> np.ndarray | None:
+        """[n, L, k] int16: what the tokens fed so far were routed to; None for a model without experts."""
         ...
 
     def close(self) -> None:

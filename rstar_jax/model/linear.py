@@ -5,7 +5,7 @@ Shape legend: B batch, T length, D model width, F output features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import flax.linen as nn
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 Initializer = Callable[..., jax.Array]
 
 
-def scaled_normal() -> Initializer:
-    """Normal with standard deviation 1/sqrt(fan_in) (LeCun), fan_in = the kernel's first axis."""
-    return nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+def scaled_normal(batch_axis: Sequence[int] = ()) -> Initializer:
+    """Normal with standard deviation 1/sqrt(fan_in) (LeCun), fan_in = the kernel's first axis behind `batch_axis`."""
+    return nn.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=tuple(batch_axis))
 
 
 def parameter(

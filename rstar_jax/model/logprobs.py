@@ -58,7 +58,8 @@ def score(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-prob and entropy of every token of a batch, [B, T], aligned with its tokens: entry t comes from the hidden state at
     t - 1. Entry 0 is NaN. The loss, the old log-probs and the tests of the engine all come through here."""
-    hidden_btd, _ = qwen.forward(params, config, batch.tokens_bt, batch.positions_bt, batch.segments_bt, mesh=mesh)
-    logp, entropy = token_logprobs(params, config, hidden_btd[:, :-1], batch.tokens_bt[:, 1:], temperature=temperature)
+    experts = None if batch.experts_btlk is None else jnp.transpose(jnp.asarray(batch.experts_btlk, jnp.int32), (2, 0, 1, 3))
+    out = qwen.forward(params, config, batch.tokens_bt, batch.positions_bt, batch.segments_bt, mesh=mesh, experts_lbtk=experts)
+    logp, entropy = token_logprobs(params, config, out.hidden_btd[:, :-1], batch.tokens_bt[:, 1:], temperature=temperature)
     first = jnp.full_like(logp[:, :1], jnp.nan)
     return jnp.concatenate([first, logp], axis=1), jnp.concatenate([first, entropy], axis=1)

@@ -3,13 +3,15 @@
 Parameters are described once, by the linen modules below (shapes, initialisers, logical axes). The stack of layers is a pure
 function: in training it scans over stacked parameters; with a cache it walks a tuple of per-layer parameters.
 
-Shape legend: B rows, T tokens, D model width, H query heads, K key/value heads, C cached positions, V vocabulary.
+Shape legend: B rows, T tokens, D model width, H query heads, K key/value heads, C cached positions, V vocabulary, L layers,
+E experts, k experts of a token, F width of an expert.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -17,13 +19,39 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from rstar_jax.config import ModelConfig
-from rstar_jax.model import kv_cache
-from rstar_jax.model.attention import cached_mask, causal_mask, dense_attention, rope
-from rstar_jax.model.linear import Linear, parameter
+from rstar_jax.model import kv_cache, moe
+from rstar_jax.model.attention import Visibility, attention, cached, causal
+from rstar_jax.model.linear import Linear, parameter, scaled_normal
+from rstar_jax.model.rope import Rotation, rotate, rotation
 from rstar_jax.model.sharding import constrain
 from rstar_jax.types import Array
 
 Params = Mapping[str, Any]
+
+
+class Routing(NamedTuple):
+    """Which experts every token was sent to, and the router's float32 logits."""
+
+    chosen_lbtk: jax.Array  # int32 [L, B, T, k]
+    logits_lbte: jax.Array  # float32 [L, B, T, E]
+
+
+class Output(NamedTuple):
+    """What `forward` returns. `cache` is None without one, `routing` None without experts."""
+
+    hidden_btd: jax.Array
+    cache: kv_cache.Cache | None
+    routing: Routing | None
+
+
+class Context(NamedTuple):
+    """What all layers of one forward share."""
+
+    rotation: Rotation
+    visibility: Visibility
+    positions_bt: jax.Array
+    valid_bt: jax.Array
+    slots_b: jax.Array | None
 
 
 class RMSNorm(nn.Module):
@@ -40,8 +68,36 @@ class RMSNorm(nn.Module):
         return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
 
 
+class Experts(nn.Module):
+    """A router and E SwiGLU layers, of which each token uses k (Qwen3-MoE): y = sum over its experts of w_e FFN_e(x), w from the
+    softmax over all experts. Returns y, the chosen experts [B, T, k] and the router's logits [B, T, E]."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_btd: jax.Array, chosen_btk: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+        c = self.config
+
+        def weight(name: str, axes: tuple[str, ...], *shape: int) -> jax.Array:
+            return parameter(self, name, scaled_normal(batch_axis=range(len(shape) - 2)), axes, shape, c.param_dtype)
+
+        router_de = weight("router", ("embed", "router"), c.d_model, c.num_experts)
+        gate_edf = weight("gate", ("expert", "embed", "mlp"), c.num_experts, c.d_model, c.expert_d_ff)
+        up_edf = weight("up", ("expert", "embed", "mlp"), c.num_experts, c.d_model, c.expert_d_ff)
+        down_efd = weight("down", ("expert", "mlp", "embed"), c.num_experts, c.expert_d_ff, c.d_model)
+        batch, length, width = x_btd.shape
+        x_nd = x_btd.reshape(-1, width)
+        logits_ne = x_nd.astype(jnp.float32) @ router_de.astype(jnp.float32)
+        replayed = None if chosen_btk is None else chosen_btk.reshape(-1, c.experts_per_token)
+        chosen_nk, weights_nk = moe.route(logits_ne, c.experts_per_token, c.normalize_experts, replayed)
+        gate_edf, up_edf, down_efd = (w.astype(c.dtype) for w in (gate_edf, up_edf, down_efd))
+        y_nd = moe.mixture(x_nd, chosen_nk, weights_nk, gate_edf, up_edf, down_efd, c.expert_block)
+        return y_nd.reshape(x_btd.shape), chosen_nk.reshape(batch, length, -1), logits_ne.reshape(batch, length, -1)
+
+
 class Block(nn.Module):
-    """Pre-norm attention and SwiGLU. Returns the new hidden state and the layer's (k, v) cache, None without one."""
+    """Pre-norm attention and SwiGLU, or experts. Returns the new hidden state, the layer's (k, v) cache (None without one), and its
+    routing (None without experts). `chosen_btk`: experts to use where they are not negative."""
 
     config: ModelConfig
 
@@ -49,12 +105,10 @@ class Block(nn.Module):
     def __call__(
         self,
         x_btd: jax.Array,
-        positions_bt: jax.Array,
-        mask_btc: jax.Array,
-        valid_bt: jax.Array,
+        context: Context,
         layer_cache: tuple[jax.Array, jax.Array] | None,
-        slots_b: jax.Array | None,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+        chosen_btk: jax.Array | None,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None, tuple[jax.Array, jax.Array] | None]:
         c = self.config
         batch, length, _ = x_btd.shape
 
@@ -73,24 +127,28 @@ class Block(nn.Module):
         v_btkd = v.reshape(batch, length, c.num_kv_heads, c.head_dim)
         if c.qk_norm:  # before the rotation, as Qwen3 does
             q_bthd, k_btkd = norm("q_norm")(q_bthd), norm("k_norm")(k_btkd)
-        q_bthd, k_btkd = rope(q_bthd, positions_bt, c.rope_theta), rope(k_btkd, positions_bt, c.rope_theta)
+        q_bthd, k_btkd = rotate(q_bthd, context.rotation), rotate(k_btkd, context.rotation)
 
         if layer_cache is None:
             k_bkcd, v_bkcd = k_btkd.transpose(0, 2, 1, 3), v_btkd.transpose(0, 2, 1, 3)
         else:
+            slots_b = context.slots_b
             all_slots = jnp.arange(batch) if slots_b is None else slots_b
-            cache_k = kv_cache.write(layer_cache[0], k_btkd, all_slots, positions_bt, valid_bt)
-            cache_v = kv_cache.write(layer_cache[1], v_btkd, all_slots, positions_bt, valid_bt)
+            cache_k = kv_cache.write(layer_cache[0], k_btkd, all_slots, context.positions_bt, context.valid_bt)
+            cache_v = kv_cache.write(layer_cache[1], v_btkd, all_slots, context.positions_bt, context.valid_bt)
             layer_cache = (cache_k, cache_v)
             k_bkcd, v_bkcd = layer_cache if slots_b is None else (cache_k[slots_b], cache_v[slots_b])
-        attended = dense_attention(q_bthd, k_bkcd, v_bkcd, mask_btc).reshape(batch, length, -1)
-        x_btd = x_btd + linear("o", c.d_model, ("heads", "embed"))(attended)
+        attended = attention(q_bthd, k_bkcd, v_bkcd, context.visibility, c.attention, c.attention_block).reshape(batch, length, -1)
+        x_btd = x_btd + linear("o", c.d_model, ("heads", "embed"), c.o_bias)(attended)
 
         h_btd = norm("mlp_norm")(x_btd)
-        gate = linear("gate", c.d_ff, ("embed", "mlp"))(h_btd)
-        up = linear("up", c.d_ff, ("embed", "mlp"))(h_btd)
-        x_btd = x_btd + linear("down", c.d_model, ("mlp", "embed"))(jax.nn.silu(gate) * up)
-        return x_btd, layer_cache
+        if c.num_experts:
+            y_btd, *routing = Experts(c, name="experts")(h_btd, chosen_btk)
+            return x_btd + y_btd, layer_cache, (routing[0], routing[1])
+        gate = linear("gate", c.d_ff, ("embed", "mlp"), c.mlp_bias)(h_btd)
+        up = linear("up", c.d_ff, ("embed", "mlp"), c.mlp_bias)(h_btd)
+        x_btd = x_btd + linear("down", c.d_model, ("mlp", "embed"), c.mlp_bias)(jax.nn.silu(gate) * up)
+        return x_btd, layer_cache, None
 
 
 class Ends(nn.Module):
@@ -124,9 +182,11 @@ class Ends(nn.Module):
 def _init_boxed(config: ModelConfig, key: jax.Array) -> Any:
     x = jnp.zeros((1, 1, config.d_model), config.dtype)
     index = jnp.zeros((1, 1), jnp.int32)
+    config = dataclasses.replace(config, attention="dense")  # which parameters there are does not depend on it
+    context = Context(rotation(config, index), causal(index), index, index == 0, None)
 
     def block(layer_key: jax.Array) -> Any:
-        return Block(config).init(layer_key, x, index, jnp.ones((1, 1, 1), bool), index == 0, None, None)["params"]
+        return Block(config).init(layer_key, x, context, None, None)["params"]
 
     ends = Ends(config).init(jax.random.fold_in(key, 0), index)["params"]
     layer_keys = jax.random.split(jax.random.fold_in(key, 1), config.num_layers)
@@ -180,42 +240,50 @@ def forward(
     cache: kv_cache.Cache | None = None,
     slots_b: Array | None = None,
     mesh: Mesh | None = None,
-) -> tuple[jax.Array, kv_cache.Cache | None]:
-    """Hidden states [B, T, D] after the final norm, and the updated cache.
+    experts_lbtk: Array | None = None,
+) -> Output:
+    """Hidden states [B, T, D] after the final norm, the updated cache, and the routing.
 
     Without a cache: causal attention within segments (0 is padding). With a cache: row b continues slot `slots_b[b]` (None:
     row b is slot b); its tokens are written at `positions_bt` where `segments_bt` > 0, and attend to positions 0..p of the
-    slot. `params["layers"]` may be stacked (scanned) or a tuple of layers (walked); a cache needs the latter.
+    slot. `params["layers"]` may be stacked (scanned) or a tuple of layers (walked); a cache needs the latter. `experts_lbtk` replays
+    the experts of an earlier forward; -1 leaves the choice to the router.
     """
     block = Block(config)
     tokens_bt, positions_bt, segments_bt = map(jnp.asarray, (tokens_bt, positions_bt, segments_bt))
-    valid_bt = segments_bt > 0
-    mask_btc = causal_mask(segments_bt) if cache is None else cached_mask(positions_bt, cache[0][0].shape[2])
+    visibility = causal(segments_bt) if cache is None else cached(positions_bt, cache[0][0].shape[2])
+    slots = None if slots_b is None else jnp.asarray(slots_b)
+    context = Context(rotation(config, positions_bt), visibility, positions_bt, segments_bt > 0, slots)
     x_btd = _ends(params, config, "embed", tokens_bt)
     x_btd = constrain(x_btd, mesh, ("batch", None, None))
 
-    def apply(layer: Any, x: jax.Array, layer_cache: Any) -> Any:
-        x, layer_cache = block.apply({"params": layer}, x, positions_bt, mask_btc, valid_bt, layer_cache, slots_b)
-        return constrain(x, mesh, ("batch", None, None)), layer_cache
+    def apply(layer: Any, x: jax.Array, layer_cache: Any, chosen_btk: Any) -> Any:
+        applied: Any = block.apply({"params": layer}, x, context, layer_cache, chosen_btk)
+        x, layer_cache, routing = applied
+        return constrain(x, mesh, ("batch", None, None)), layer_cache, routing
 
     layers = params["layers"]
     if isinstance(layers, tuple):
-        caches = []
+        caches, routings = [], []
         for i, layer in enumerate(layers):
-            x_btd, layer_cache = apply(layer, x_btd, None if cache is None else cache[i])
+            layer_cache = None if cache is None else cache[i]
+            x_btd, layer_cache, routing = apply(layer, x_btd, layer_cache, None if experts_lbtk is None else experts_lbtk[i])
             caches.append(layer_cache)
+            routings.append(routing)
         cache = None if cache is None else tuple(caches)
+        routed = jax.tree.map(lambda *parts: jnp.stack(parts), *routings) if config.num_experts else None
     elif cache is not None:
         raise ValueError("a cache needs parameters in rollout form: unstack_layers(params)")
     else:
 
-        def step(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-            return apply(layer, x, None)[0], None
+        def step(x: jax.Array, xs: Any) -> Any:
+            x, _, routing = apply(xs[0], x, None, xs[1])
+            return x, routing
 
         if config.remat != "none":
             step = jax.checkpoint(step, policy=_REMAT[config.remat], prevent_cse=False)
-        x_btd, _ = jax.lax.scan(step, x_btd, layers)
-    return _ends(params, config, "normalize", x_btd), cache
+        x_btd, routed = jax.lax.scan(step, x_btd, (layers, experts_lbtk))
+    return Output(_ends(params, config, "normalize", x_btd), cache, None if routed is None else Routing(*routed))
 
 
 def logits(params: Params, config: ModelConfig, hidden: jax.Array) -> jax.Array:

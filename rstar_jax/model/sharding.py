@@ -20,6 +20,8 @@ TRAINING_RULES: Rules = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "expert": None,
+    "router": None,
     "norm": None,
     "layers": None,
 }
@@ -66,7 +68,7 @@ def check_divisible(config: ModelConfig, mesh: Mesh) -> None:
     for name, size, parts in (
         ("model.num_kv_heads", config.num_kv_heads, tensor),
         ("model.num_heads", config.num_heads, tensor),
-        ("model.d_ff", config.d_ff, tensor),
+        ("model.expert_d_ff", config.expert_d_ff, tensor) if config.num_experts else ("model.d_ff", config.d_ff, tensor),
         ("model.vocab_size", config.vocab_size, tensor),
         ("model.d_model", config.d_model, fsdp),
     ):

@@ -170,6 +170,7 @@ async def rl_stage(run: Run, stage: StageConfig, update: Update, state: TrainSta
                     nominal_rows=nominal_rows,
                     shards=update.shards,
                     pad_id=run.tokenizer.pad_id,
+                    routed=config.model.routed,
                 )
                 for part in rows
             ]

@@ -64,6 +64,7 @@ async def sft_stage(run: Run, stage: StageConfig, update: Update, state: TrainSt
                 nominal_rows=stage.rows_per_step,
                 shards=update.shards,
                 pad_id=run.tokenizer.pad_id,
+                routed=config.model.routed,
             )
             state, means = await run.on_device(update.step, state, batches)
         run.advance(index, step + 1, (step + 1) * stage.rows_per_step)

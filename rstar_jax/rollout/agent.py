@@ -76,6 +76,7 @@ class Agent:
             trajectory.close(Finish.FAILED)
         finally:
             slot.close()
+        trajectory.record_experts(slot.experts())
         return trajectory
 
     @contextlib.asynccontextmanager

@@ -4,8 +4,10 @@ A slot holds the tokens of one trajectory. All its tokens but the last are in th
 the next decode step, or stands first in the next `extend`. So every sampled token, whichever turn it begins, comes out of
 `decode_chunk`, and a trajectory's numbers do not depend on how its turns were cut.
 
-Shape legend: S slots, C capacity, K key/value heads, D head width, V vocabulary; N or M rows of one call, P padded length,
-n tokens of one chunk.
+Of a model with experts, what each fed token was routed to comes out of every program, so that training can route alike.
+
+Shape legend: S slots, C capacity, K key/value heads, D head width, V vocabulary, L layers, k experts of a token; N or M rows of one
+call, P padded length, n tokens of one chunk.
 """
 
 from __future__ import annotations
@@ -122,21 +124,27 @@ def _continue(
     segments: Array,
     cache: kv_cache.Cache,
     slots: Array | None = None,
-) -> tuple[jax.Array, kv_cache.Cache]:
-    """`qwen.forward` with a cache, which then always returns one."""
-    hidden, cache_or_none = qwen.forward(params, config, tokens, positions, segments, cache, slots)
-    assert cache_or_none is not None
-    return hidden, cache_or_none
+) -> tuple[jax.Array, kv_cache.Cache, jax.Array | None]:
+    """Hidden states and cache of `qwen.forward`, and the chosen experts int16 [B, T, L, k] (None without experts)."""
+    out = qwen.forward(params, config, tokens, positions, segments, cache, slots)
+    assert out.cache is not None
+    return out.hidden_btd, out.cache, None if out.routing is None else _by_token(out.routing.chosen_lbtk)
+
+
+def _by_token(chosen_lbtk: jax.Array) -> jax.Array:
+    return jnp.transpose(chosen_lbtk, (1, 2, 0, 3)).astype(jnp.int16)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"))
-def prefill(params: qwen.Params, config: ModelConfig, tokens_np: Array, count_n: Array, mesh: Mesh | None = None) -> kv_cache.Cache:
-    """Cache rows [N, K, P, D] of N fresh prompts of `count_n` tokens each, padded to P."""
+def prefill(
+    params: qwen.Params, config: ModelConfig, tokens_np: Array, count_n: Array, mesh: Mesh | None = None
+) -> tuple[kv_cache.Cache, jax.Array | None]:
+    """Cache rows [N, K, P, D] of N fresh prompts of `count_n` tokens each, padded to P, and their experts [N, P, L, k]."""
     rows, length = tokens_np.shape
     positions_np = jnp.broadcast_to(jnp.arange(length), (rows, length))
     segments_np = (positions_np < count_n[:, None]).astype(jnp.int32)
     cache = kv_cache.empty_cache(config, rows, length)
-    return _continue(params, config, tokens_np, positions_np, segments_np, cache)[1]
+    return _continue(params, config, tokens_np, positions_np, segments_np, cache)[1:]
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
@@ -184,25 +192,36 @@ def extend(
     count_m: Array,
     last_token_m: Array,
     mesh: Mesh | None = None,
-) -> DecodeState:
+) -> tuple[DecodeState, jax.Array | None]:
     """Append `count_m` tokens (padded to P) behind what M slots hold, without touching the rest; `last_token_m` follows them.
 
-    The first appended token is the slot's old `last_token`. A slot number of S drops the row.
+    The first appended token is the slot's old `last_token`. A slot number of S drops the row. Returns the state and the appended
+    tokens' experts [M, P, L, k].
     """
     slots, length = state.length_s.shape[0], tokens_mp.shape[1]
     offset = jnp.arange(length)
     positions_mp = state.length_s[jnp.minimum(slots_m, slots - 1)][:, None] + offset
     segments_mp = (offset < count_m[:, None]).astype(jnp.int32)
-    _, cache = _continue(params, config, tokens_mp, positions_mp, segments_mp, state.cache, slots_m)
-    return pin(
-        dataclasses.replace(
-            state,
-            cache=cache,
-            length_s=state.length_s.at[slots_m].add(count_m, mode="drop"),
-            last_token_s=state.last_token_s.at[slots_m].set(last_token_m, mode="drop"),
-        ),
-        mesh,
+    _, cache, experts = _continue(params, config, tokens_mp, positions_mp, segments_mp, state.cache, slots_m)
+    state = dataclasses.replace(
+        state,
+        cache=cache,
+        length_s=state.length_s.at[slots_m].add(count_m, mode="drop"),
+        last_token_s=state.last_token_s.at[slots_m].set(last_token_m, mode="drop"),
     )
+    return pin(state, mesh), experts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """What `decode_chunk` sampled."""
+
+    tokens_ns: jax.Array  # int32 [n, S]
+    logps_ns: jax.Array  # float32 [n, S], nats
+    emitted_ns: jax.Array  # bool [n, S], False where the slot was inactive
+    steps: jax.Array  # int32, steps taken
+    experts_nslk: jax.Array | None  # int16 [n, S, L, k], of the token that was fed at each step; None without experts
 
 
 @functools.partial(jax.jit, static_argnames=("config", "chunk", "stop_ids", "mesh"), donate_argnames=("state",))
@@ -214,12 +233,11 @@ def decode_chunk(
     chunk: int,
     stop_ids: tuple[int, ...],
     mesh: Mesh | None = None,
-) -> tuple[DecodeState, jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[DecodeState, Chunk]:
     """Sample up to `chunk` tokens in every active slot.
 
     `start_s` > 0 lets a slot begin a turn of at most that many tokens, -1 halts it, 0 leaves it as it is. A slot goes inactive
-    inside the chunk at a stop id or at its budget; the loop ends early when none is active. Returns the state, tokens [n, S],
-    their log-probs [n, S], `emitted` [n, S] (False where the slot was inactive), and the number of steps taken.
+    inside the chunk at a stop id or at its budget; the loop ends early when none is active.
     """
     slots = state.length_s.shape[0]
     state = dataclasses.replace(
@@ -228,19 +246,32 @@ def decode_chunk(
         remaining_s=jnp.where(start_s > 0, start_s, state.remaining_s),
     )
     stops = jnp.asarray(stop_ids, jnp.int32)
-    outputs = (jnp.zeros((chunk, slots), jnp.int32), jnp.zeros((chunk, slots), jnp.float32), jnp.zeros((chunk, slots), bool))
+    routed = (chunk, slots, config.num_layers, config.experts_per_token)
+    outputs = Chunk(
+        jnp.zeros((chunk, slots), jnp.int32),
+        jnp.zeros((chunk, slots), jnp.float32),
+        jnp.zeros((chunk, slots), bool),
+        jnp.zeros((), jnp.int32),
+        jnp.zeros(routed, jnp.int16) if config.num_experts else None,
+    )
 
-    def step(carry: tuple) -> tuple:
-        i, state, (tokens, logps, emitted) = carry
-        active = state.active_s
-        hidden, cache = _continue(
+    def step(carry: tuple[DecodeState, Chunk]) -> tuple[DecodeState, Chunk]:
+        state, out = carry
+        i, active = out.steps, state.active_s
+        hidden, cache, experts = _continue(
             params, config, state.last_token_s[:, None], state.length_s[:, None], active[:, None].astype(jnp.int32), state.cache
         )
         logits_sv = qwen.logits(params, config, hidden[:, 0])
         token_s, logp_s = sample(logits_sv, state.temperature_s, state.key_s, state.length_s + 1)
         remaining_s = state.remaining_s - active
         ended_s = (token_s[:, None] == stops).any(-1) | (remaining_s <= 0)
-        outputs = (tokens.at[i].set(token_s), logps.at[i].set(logp_s), emitted.at[i].set(active))
+        out = Chunk(
+            out.tokens_ns.at[i].set(token_s),
+            out.logps_ns.at[i].set(logp_s),
+            out.emitted_ns.at[i].set(active),
+            i + 1,
+            None if experts is None or out.experts_nslk is None else out.experts_nslk.at[i].set(experts[:, 0]),
+        )
         state = dataclasses.replace(
             state,
             cache=cache,
@@ -249,10 +280,9 @@ def decode_chunk(
             remaining_s=remaining_s,
             active_s=active & ~ended_s,
         )
-        return i + 1, pin(state, mesh), outputs
+        return pin(state, mesh), out
 
-    def running(carry: tuple) -> jax.Array:
-        return (carry[0] < chunk) & carry[1].active_s.any()
+    def running(carry: tuple[DecodeState, Chunk]) -> jax.Array:
+        return jnp.asarray((carry[1].steps < chunk) & carry[0].active_s.any())
 
-    steps, state, (tokens, logps, emitted) = jax.lax.while_loop(running, step, (0, pin(state, mesh), outputs))
-    return state, tokens, logps, emitted, jnp.asarray(steps)
+    return jax.lax.while_loop(running, step, (pin(state, mesh), outputs))

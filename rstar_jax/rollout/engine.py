@@ -67,6 +67,7 @@ class EngineSlot:
         self._budget = 0
         self._ids: list[int] = []
         self._logps: list[float] = []
+        self._experts: list[np.ndarray] = []
 
     async def generate(self, max_new_tokens: int) -> Sampled:
         """Sample until a stop id or `max_new_tokens` tokens."""
@@ -84,6 +85,10 @@ class EngineSlot:
         self._engine._append(self, [int(i) for i in ids])
         self.length += len(ids)
         self.last_token = int(ids[-1])
+
+    def experts(self) -> np.ndarray | None:
+        """int16 [n, L, k]: what the first n tokens were routed to, which are all that have been fed (the last one has not)."""
+        return np.concatenate(self._experts) if self._experts else None
 
     def close(self) -> None:
         """Give the slot back; harmless when it is closed already."""
@@ -169,8 +174,8 @@ class SlotEngine:
         """Compile every program, on rows that belong to no slot. Runs on the device thread, after `load`."""
         slots, nowhere = self._rollout.slots, self._rollout.slots
         for bucket in self._buckets:
-            rows = self._rollout.prefill_rows
-            cache = decode.prefill(self._params, self._model, np.zeros((rows, bucket), np.int32), np.zeros(rows, np.int32), self._mesh)
+            tokens = np.zeros((self._rollout.prefill_rows, bucket), np.int32)
+            cache, _ = decode.prefill(self._params, self._model, tokens, np.zeros(len(tokens), np.int32), self._mesh)
             n = self._insert_width
             zeros, where = np.zeros(n, np.int32), np.full(n, nowhere, np.int32)
             keys, temperature = np.zeros((n, 4), np.int32), np.ones(n, np.float32)
@@ -179,7 +184,7 @@ class SlotEngine:
             m = self._rollout.extend_rows
             zeros, where = np.zeros(m, np.int32), np.full(m, nowhere, np.int32)
             tokens = np.zeros((m, bucket), np.int32)
-            self._state = decode.extend(self._params, self._model, self._state, where, tokens, zeros, zeros, self._mesh)
+            self._state, _ = decode.extend(self._params, self._model, self._state, where, tokens, zeros, zeros, self._mesh)
         self._chunk(np.zeros(slots, np.int32))
 
     async def open(self, prompt_ids: Sequence[int], key: SampleKey, sampling: Sampling) -> EngineSlot:
@@ -296,9 +301,9 @@ class SlotEngine:
                     self._plan.appends.append((slot, tokens[i : i + piece + 1]))
             future.set_result(slot)
 
-    def _deliver(self, result: tuple[np.ndarray, np.ndarray, np.ndarray, int], sampling: dict[int, EngineSlot]) -> None:
-        tokens, logps, emitted, steps = result
-        self.counters.device_steps += steps
+    def _deliver(self, chunk: decode.Chunk, sampling: dict[int, EngineSlot]) -> None:
+        tokens, logps, emitted = map(np.asarray, (chunk.tokens_ns, chunk.logps_ns, chunk.emitted_ns))
+        self.counters.device_steps += int(chunk.steps)
         for index, slot in sampling.items():
             if self._sampling.get(index) is not slot:
                 continue  # closed while the chunk ran
@@ -307,13 +312,15 @@ class SlotEngine:
             if not ids:
                 continue
             self.counters.sampled_tokens += len(ids)
+            if chunk.experts_nslk is not None:
+                slot._experts.append(np.asarray(chunk.experts_nslk)[mask, index])
             slot._receive(ids, logps[mask, index].tolist(), self.version)
             if slot._future is None:
                 del self._sampling[index]
 
     # --- the device thread --------------------------------------------------------------------------------------------
 
-    def _execute(self, plan: _Plan, sampling: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, int] | None:
+    def _execute(self, plan: _Plan, sampling: bool) -> decode.Chunk | None:
         self._insert(plan.inserts)
         self._extend(plan.appends)
         if not sampling and not plan.start:
@@ -323,12 +330,11 @@ class SlotEngine:
             start_s[index] = budget
         return self._chunk(start_s)
 
-    def _chunk(self, start_s: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        self._state, *outputs = decode.decode_chunk(
+    def _chunk(self, start_s: np.ndarray) -> decode.Chunk:
+        self._state, chunk = decode.decode_chunk(
             self._params, self._model, self._state, start_s, self._rollout.chunk, self.stop_ids, self._mesh
         )
-        tokens, logps, emitted, steps = jax.device_get(outputs)
-        return tokens, logps, emitted, int(steps)
+        return jax.device_get(chunk)
 
     def _insert(self, slots: list[EngineSlot]) -> None:
         """Prefill each distinct prompt once and place it in every slot that opened with it."""
@@ -348,10 +354,14 @@ class SlotEngine:
         for row, head in enumerate(heads):
             tokens[row, : len(head)] = head
             count[row] = len(head) - 1
-        cache = decode.prefill(self._params, self._model, tokens, count, self._mesh)
+        cache, experts = decode.prefill(self._params, self._model, tokens, count, self._mesh)
         self.counters.prefilled_prompts += len(heads)
         self.counters.prefilled_tokens += int(count.sum())
         entries = [(row, slot) for row, head in enumerate(heads) for slot in prompts[head]]
+        if experts is not None:
+            routed = np.asarray(experts)
+            for row, slot in entries:
+                slot._experts.append(routed[row, : count[row]])
         for i in range(0, len(entries), self._insert_width):
             part = entries[i : i + self._insert_width]
             pad = self._insert_width - len(part)
@@ -384,7 +394,11 @@ class SlotEngine:
             tokens[row, : len(ids) - 1] = ids[:-1]
             count[row] = len(ids) - 1
             last[row] = ids[-1]
-        self._state = decode.extend(self._params, self._model, self._state, where, tokens, count, last, self._mesh)
+        self._state, experts = decode.extend(self._params, self._model, self._state, where, tokens, count, last, self._mesh)
+        if experts is not None:
+            routed = np.asarray(experts)
+            for row, (slot, _) in enumerate(group):
+                slot._experts.append(routed[row, : count[row]])
         self.counters.extended_tokens += int(count.sum())
 
 

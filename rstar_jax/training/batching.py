@@ -17,13 +17,14 @@ from rstar_jax.types import TrainBatch, Trajectory, UserError
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One sequence for training: ids [n] int32, trainable [n] bool, sampler log-probs [n] float32 (NaN where not sampled), and
-    its advantage (constant over the sequence)."""
+    """One sequence for training: ids [n] int32, trainable [n] bool, sampler log-probs [n] float32 (NaN where not sampled), its
+    advantage (constant over the sequence), and the experts [n, L, k] int16 to route it to again (None: the router chooses)."""
 
     ids: np.ndarray
     trainable: np.ndarray
     logps: np.ndarray
     advantage: float = 0.0
+    experts: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -31,7 +32,7 @@ class Row:
 
 def trajectory_row(trajectory: Trajectory, advantage: float) -> Row:
     """The row of one rollout: exactly the ids that existed, trainable where they were sampled."""
-    return Row(trajectory.ids, trajectory.trainable, trajectory.logps, float(advantage))
+    return Row(trajectory.ids, trajectory.trainable, trajectory.logps, float(advantage), trajectory.experts)
 
 
 def rows_per_microbatch(length: int, microbatch_tokens: int, nominal_rows: int, shards: int) -> int:
@@ -45,9 +46,9 @@ def microbatch_shapes(buckets: Sequence[int], microbatch_tokens: int, nominal_ro
     return tuple((rows_per_microbatch(bucket, microbatch_tokens, nominal_rows, shards), bucket) for bucket in buckets)
 
 
-def dead_microbatch(rows: int, tokens: int) -> TrainBatch:
+def dead_microbatch(rows: int, tokens: int, routed: tuple[int, int] | None = None) -> TrainBatch:
     """A microbatch that weighs nothing."""
-    return _stack([], tokens, rows, 0)
+    return _stack([], tokens, rows, 0, routed)
 
 
 def microbatches(
@@ -58,11 +59,12 @@ def microbatches(
     nominal_rows: int,
     shards: int = 1,
     pad_id: int = 0,
+    routed: tuple[int, int] | None = None,
 ) -> list[TrainBatch]:
     """Batches of numpy arrays that hold every row once, shortest bucket first.
 
-    `nominal_rows` is the number of rows of a full update: it fixes shapes even when fewer are given. Raises `UserError` for a row
-    longer than the last bucket.
+    `nominal_rows` is the number of rows of a full update: it fixes shapes even when fewer are given. `routed` is that of a model with
+    experts (`ModelConfig.routed`). Raises `UserError` for a row longer than the last bucket.
     """
     remaining = sorted(rows, key=len)
     if remaining and len(remaining[-1]) > buckets[-1]:
@@ -73,13 +75,13 @@ def microbatches(
         fitting = sum(len(row) <= bucket for row in remaining)
         last = fitting == len(remaining)
         while fitting >= size or (last and fitting):
-            batches.append(_stack(remaining[:size], bucket, size, pad_id))
+            batches.append(_stack(remaining[:size], bucket, size, pad_id, routed))
             fitting -= min(size, fitting)
             remaining = remaining[size:]
     return batches
 
 
-def _stack(rows: Sequence[Row], length: int, size: int, pad_id: int) -> TrainBatch:
+def _stack(rows: Sequence[Row], length: int, size: int, pad_id: int, routed: tuple[int, int] | None) -> TrainBatch:
     def filled(value: float, dtype: type) -> np.ndarray:
         return np.full((size, length), value, dtype)
 
@@ -90,4 +92,10 @@ def _stack(rows: Sequence[Row], length: int, size: int, pad_id: int) -> TrainBat
         n = len(row)
         tokens[i, :n], segments[i, :n], trainable[i, :n], logps[i, :n] = row.ids, 1, row.trainable, row.logps
         advantage[i] = row.advantage
-    return TrainBatch(tokens, positions, segments, trainable, advantage, logps, logps.copy())
+    experts = None
+    if routed is not None:
+        experts = np.full((size, length, *routed), -1, np.int16)
+        for i, row in enumerate(rows):
+            if row.experts is not None:
+                experts[i, : len(row)] = row.experts
+    return TrainBatch(tokens, positions, segments, trainable, advantage, logps, logps.copy(), experts)

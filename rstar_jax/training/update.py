@@ -96,6 +96,7 @@ class Update:
         measure = functools.partial(_measure, model=model, loss=loss, temperature=temperature, mesh=mesh)
         self._measure = measure
         self._optimizer = optimizer
+        self._routed = model.routed
         self._programs: _Programs | None = None
 
     def place(self, batch: TrainBatch) -> TrainBatch:
@@ -171,7 +172,7 @@ class Update:
     def warm_up(self, state: TrainState, shapes: Sequence[tuple[int, int]], trainer_old: bool) -> None:
         """Compile the programs of all microbatch shapes [rows, tokens] on dead rows; the first update compiles the optimiser's."""
         for rows, tokens in shapes:
-            batch = self.place(dead_microbatch(rows, tokens))
+            batch = self.place(dead_microbatch(rows, tokens, self._routed))
             self.accumulate(state, [batch])
             if trainer_old:
                 self.score(state, batch)

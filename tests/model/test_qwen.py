@@ -87,7 +87,7 @@ def test_logits_equal_transformers(changes):
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (3, 40))
     with torch.no_grad():
         expected = model(torch.from_numpy(tokens)).logits.numpy()
-    hidden, _ = FORWARD(params, config, *plain_inputs(jnp.asarray(tokens)))
+    hidden, *_ = FORWARD(params, config, *plain_inputs(jnp.asarray(tokens)))
     logits = qwen.logits(params, config, hidden)
     assert np.ptp(expected) > 10
     np.testing.assert_allclose(logits, expected, atol=1e-4)
@@ -104,7 +104,7 @@ def tokens():
 
 
 def test_prefill_and_decode_give_what_training_gives(params, tokens):
-    whole, _ = FORWARD(params, CONFIG, *plain_inputs(tokens))
+    whole, *_ = FORWARD(params, CONFIG, *plain_inputs(tokens))
     rollout = qwen.unstack_layers(params)
     cache = kv_cache.empty_cache(CONFIG, 2, 32)
     ones = jnp.ones((2, 10), jnp.int32)
@@ -112,7 +112,7 @@ def test_prefill_and_decode_give_what_training_gives(params, tokens):
     for length in (10, 7, 1, 1, 5):
         where = position + jnp.broadcast_to(jnp.arange(length), (2, length))
         piece = tokens[:, position : position + length]
-        hidden, cache = FORWARD(rollout, CONFIG, piece, where, ones[:, :1].repeat(length, 1), cache)
+        hidden, cache, _ = FORWARD(rollout, CONFIG, piece, where, ones[:, :1].repeat(length, 1), cache)
         pieces.append(hidden)
         position += length
     chex.assert_trees_all_close(jnp.concatenate(pieces, 1), whole, atol=2e-5)
@@ -120,12 +120,12 @@ def test_prefill_and_decode_give_what_training_gives(params, tokens):
 
 def test_rows_may_continue_any_slot_and_padding_is_not_written(params, tokens):
     rollout = qwen.unstack_layers(params)
-    whole, _ = FORWARD(params, CONFIG, *plain_inputs(tokens))
+    whole, *_ = FORWARD(params, CONFIG, *plain_inputs(tokens))
     cache = kv_cache.empty_cache(CONFIG, 5, 32)
     marked = jax.tree.map(lambda x: x + 7.0, cache)
     where = jnp.broadcast_to(jnp.arange(24), (2, 24))
     valid = (where < jnp.array([[24], [9]])).astype(jnp.int32)
-    hidden, written = FORWARD(rollout, CONFIG, tokens, where, valid, marked, jnp.array([3, 1]))
+    hidden, written, _ = FORWARD(rollout, CONFIG, tokens, where, valid, marked, jnp.array([3, 1]))
     chex.assert_trees_all_close(hidden[0], whole[0], atol=2e-5)
     chex.assert_trees_all_close(hidden[1, :9], whole[1, :9], atol=2e-5)
     for before, after in zip(jax.tree.leaves(marked), jax.tree.leaves(written), strict=True):
@@ -136,7 +136,7 @@ def test_rows_may_continue_any_slot_and_padding_is_not_written(params, tokens):
 
 def test_a_sequence_scores_the_same_alone_padded_left_or_right_and_packed(params, tokens):
     """trl#469, NeMo-Aligner#68: positions counted from the row's start change the log-probs of shifted sequences."""
-    alone, _ = FORWARD(params, CONFIG, *plain_inputs(tokens[:1]))
+    alone, *_ = FORWARD(params, CONFIG, *plain_inputs(tokens[:1]))
     length, pad = tokens.shape[1], 7
     order = jnp.arange(length)
 
@@ -144,7 +144,7 @@ def test_a_sequence_scores_the_same_alone_padded_left_or_right_and_packed(params
         ids = jnp.concatenate([jnp.full(left, 5), tokens[0], jnp.full(right, 5)])[None]
         positions = jnp.concatenate([jnp.arange(left), order, jnp.arange(right)])[None]
         segments = jnp.concatenate([jnp.full(left, before_segment), jnp.full(length, 2), jnp.zeros(right)]).astype(jnp.int32)[None]
-        hidden, _ = FORWARD(params, CONFIG, ids, positions, segments)
+        hidden, *_ = FORWARD(params, CONFIG, ids, positions, segments)
         return hidden[:, left : left + length]
 
     chex.assert_trees_all_close(row(pad, 0, 0), alone, atol=1e-5)
@@ -155,7 +155,7 @@ def test_a_sequence_scores_the_same_alone_padded_left_or_right_and_packed(params
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_rematerialisation_changes_no_gradient(params, tokens, remat):
     def loss(params, config):
-        hidden, _ = qwen.forward(params, config, *plain_inputs(tokens))
+        hidden, *_ = qwen.forward(params, config, *plain_inputs(tokens))
         return jnp.sum(jnp.square(hidden))
 
     expected = jax.jit(jax.grad(loss), static_argnums=1)(params, CONFIG)

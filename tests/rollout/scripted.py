@@ -21,6 +21,9 @@ class ScriptedSlot:
     async def append(self, ids: Sequence[int]):
         self.held += list(ids)
 
+    def experts(self):
+        return None
+
     def close(self):
         self.closed = True
 

@@ -157,7 +157,7 @@ def test_greedy_is_the_argmax_of_the_trainers_logits(params, device):
     results = asyncio.run(everyone(make_engine(params, device), temperature=0.0, samples=1))
     for rolled in results.values():
         ids = jnp.asarray([rolled.ids])
-        hidden, _ = qwen.forward(params, MODEL, ids, jnp.arange(len(rolled.ids))[None], jnp.ones_like(ids))
+        hidden, *_ = qwen.forward(params, MODEL, ids, jnp.arange(len(rolled.ids))[None], jnp.ones_like(ids))
         best = np.asarray(jnp.argmax(qwen.logits(params, MODEL, hidden), -1))[0]
         sampled = np.flatnonzero(rolled.sampled)
         np.testing.assert_array_equal(np.asarray(rolled.ids)[sampled], best[sampled - 1])

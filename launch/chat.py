@@ -13,7 +13,8 @@ from absl import flags
 from launch import cli
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a trained run.")
-MODEL = flags.DEFINE_string("model", None, "Directory of a Hugging Face checkpoint, instead of --workdir.")
+MODEL = flags.DEFINE_string("model", None, "A pretrained model instead of --workdir: a Hugging Face directory, a .gguf file or a name.")
+CHAT = flags.DEFINE_enum("chat", "chatml", ["chatml", "rstar2"], "Chat format that a pretrained --model is used with.")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Sampling temperature; 0 is greedy.", lower_bound=0.0)
 MAX_TURNS = flags.DEFINE_integer("max_turns", 8, "Assistant turns per question.", lower_bound=1)
 MAX_RESPONSE_TOKENS = flags.DEFINE_integer("max_response_tokens", None, "Tokens after the prompt; default: the run's.", lower_bound=1)
@@ -38,14 +39,14 @@ def questions() -> Iterator[str]:
 def main(argv: Sequence[str]) -> None:
     """Validate, then talk until the end of input."""
     del argv
-    workdir = cli.trained_directory(WORKDIR.value, MODEL.value)
+    cli.check_agent(WORKDIR.value, MODEL.value)
     from rstar_jax.recipes import inference, run
     from rstar_jax.recipes.progress import Progress
     from rstar_jax.rollout.agent import Budget
     from rstar_jax.types import Finish, Problem, SampleKey, Sampling, Trajectory
 
     run.configure_jax()
-    trained = inference.load_trained(workdir)
+    trained = inference.load_agent(WORKDIR.value, MODEL.value, CHAT.value)
     stage = trained.stage
     limit, response = MAX_PROMPT_TOKENS.value, MAX_RESPONSE_TOKENS.value or stage.max_response_tokens
     budget = Budget(limit, response, MAX_TURNS.value, stage.max_tool_output_tokens, stage.max_parallel_calls)

@@ -12,6 +12,8 @@ from absl import app, flags, logging
 
 from rstar_jax.types import UserError
 
+MODELS = ("smollm2-135m-instruct",)  # that --model knows by name
+
 
 def say_error(message: object) -> None:
     """One line on standard error, whatever the message holds."""
@@ -49,22 +51,18 @@ def run(main: Callable[[Sequence[str]], None]) -> None:
     app.run(guarded, flags_parser=_parse)
 
 
-def trained_directory(workdir: str | None, model: str | None) -> pathlib.Path:
-    """The directory of the run that `--workdir` names; exactly one of `--workdir` and `--model` must be given."""
+def check_agent(workdir: str | None, model: str | None) -> None:
+    """Raises `UserError` unless exactly one of `--workdir` and `--model` names something that is there."""
     if workdir and model:
         raise UserError("--workdir and --model were both given; give one of them")
     if model:
-        if not pathlib.Path(model).is_dir():
-            raise UserError(f"--model={model}: no such directory")
-        raise UserError(
-            f"--model={model}: this version works with runs of its own, given as --workdir; it cannot load Hugging Face checkpoints yet"
-        )
+        if model not in MODELS and not pathlib.Path(model).exists():
+            raise UserError(f"--model={model}: no such directory, and no known name ({', '.join(MODELS)})")
+        return
     if not workdir:
-        raise UserError("--workdir is missing: give the directory of a trained run")
-    directory = pathlib.Path(workdir)
-    if not directory.is_dir():
+        raise UserError("--workdir is missing: give the directory of a trained run, or --model")
+    if not pathlib.Path(workdir).is_dir():
         raise UserError(f"--workdir={workdir}: no such directory; give that of a trained run")
-    return directory
 
 
 def check_writable(file: pathlib.Path) -> None:

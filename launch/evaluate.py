@@ -16,7 +16,8 @@ from rstar_jax.data.readers import ReadResult, find_dataset, read_problems
 from rstar_jax.types import UserError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a trained run.")
-MODEL = flags.DEFINE_string("model", None, "Directory of a Hugging Face checkpoint, instead of --workdir.")
+MODEL = flags.DEFINE_string("model", None, "A pretrained model instead of --workdir: a Hugging Face directory, a .gguf file or a name.")
+CHAT = flags.DEFINE_enum("chat", "chatml", ["chatml", "rstar2"], "Chat format that a pretrained --model is used with.")
 DATASET = flags.DEFINE_string("dataset", None, "A .jsonl or .parquet file, or a name to be found in --data_dir.")
 DATA_DIR = flags.DEFINE_string("data_dir", None, "Where named datasets are.")
 LIMIT = flags.DEFINE_integer("limit", None, "Take the first so many problems.", lower_bound=1)
@@ -28,7 +29,11 @@ MAX_RESPONSE_TOKENS = flags.DEFINE_integer("max_response_tokens", None, "Tokens 
 MAX_PROMPT_TOKENS = flags.DEFINE_integer("max_prompt_tokens", None, "Leave out, and count, longer prompts.", lower_bound=1)
 SLOTS = flags.DEFINE_integer("slots", 64, "Rollouts at a time.", lower_bound=1)
 SEED = flags.DEFINE_integer("seed", 0, "Seed of the sampling.")
-OUTPUT = flags.DEFINE_string("output", None, "JSON file for the results; default: evaluations/NAME.json in the run's directory.")
+OUTPUT = flags.DEFINE_string(
+    "output",
+    None,
+    "JSON file for the results; default: evaluations/NAME.json in the run's directory.",
+)
 
 SHOWN_SKIPPED = 5
 SETTINGS = ("samples", "temperature", "max_turns", "max_response_tokens", "max_prompt_tokens", "tools", "seed", "limit")
@@ -39,9 +44,9 @@ def main(argv: Sequence[str]) -> None:
     del argv
     if not DATASET.value:
         raise UserError("--dataset is missing: give a .jsonl or .parquet file, or a name in --data_dir")
-    workdir = cli.trained_directory(WORKDIR.value, MODEL.value)
+    cli.check_agent(WORKDIR.value, MODEL.value)
     path, rows = read_dataset()
-    output = pathlib.Path(OUTPUT.value) if OUTPUT.value else workdir / "evaluations" / f"{path.stem}.json"
+    output = default_output(path.stem) if OUTPUT.value is None else pathlib.Path(OUTPUT.value)
     cli.check_writable(output)
     from rstar_jax.algorithms.evaluation import summarize  # takes seconds: imported only when there is work to do
     from rstar_jax.recipes import inference, run
@@ -49,7 +54,7 @@ def main(argv: Sequence[str]) -> None:
     from rstar_jax.storage.metrics import finite_or_name, write_atomically
 
     run.configure_jax()
-    trained = inference.load_trained(workdir)
+    trained = inference.load_agent(WORKDIR.value, MODEL.value, CHAT.value)
     result = asyncio.run(
         inference.evaluate_dataset(
             trained,
@@ -77,6 +82,13 @@ def main(argv: Sequence[str]) -> None:
     }
     write_atomically(output, [json.dumps(finite_or_name(content), indent=1, allow_nan=False).encode()])
     print(f"results: {output}")
+
+
+def default_output(dataset: str) -> pathlib.Path:
+    """Where results go that --output names no file for."""
+    if WORKDIR.value:
+        return pathlib.Path(WORKDIR.value) / "evaluations" / f"{dataset}.json"
+    return pathlib.Path("evaluations") / f"{pathlib.Path(MODEL.value).stem}_{dataset}.json"
 
 
 def read_dataset() -> tuple[pathlib.Path, ReadResult]:

@@ -1,4 +1,5 @@
-"""A trained agent for use: evaluation on a dataset, chat. Reads a run's directory and changes nothing in it but its results."""
+"""An agent for use, of a run or a pretrained checkpoint: evaluation on a dataset, chat. Reads a run's directory and changes nothing
+in it but its results."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ import pathlib
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from rstar_jax.config import RunConfig, StageConfig
+from rstar_jax.config import RolloutConfig, RunConfig, StageConfig, TextConfig
 from rstar_jax.data.readers import ReadResult
 from rstar_jax.model import qwen
 from rstar_jax.model.sharding import make_mesh
+from rstar_jax.recipes import pretrained
 from rstar_jax.recipes.evaluate import evaluate, widest_budget
 from rstar_jax.recipes.progress import Progress
 from rstar_jax.recipes.run import make_tokenizer, open_tools, read_config, tool_schemas
 from rstar_jax.rollout.agent import Agent, Budget
 from rstar_jax.rollout.engine import SlotEngine, rollout_params
+from rstar_jax.storage import hf
 from rstar_jax.storage.checkpoint import Checkpoints, Position
 from rstar_jax.text.chat import ChatFormat, chat_format
 from rstar_jax.text.tokenizer import FastTokenizer
@@ -40,6 +43,23 @@ class Trained:
     def stage(self) -> StageConfig:
         """The stage whose budgets are the run's widest."""
         return widest_budget(self.config.stages)
+
+
+def load_agent(workdir: str | None, model: str | None, chat: str) -> Trained:
+    """The run in `workdir`, or else the pretrained `model` under the chat format of that name."""
+    return load_trained(pathlib.Path(workdir)) if workdir else load_pretrained(str(model), chat)
+
+
+def load_pretrained(name: str, chat: str) -> Trained:
+    """A pretrained model as an agent. Weights are held in the dtype that they are used in."""
+    dtype = pretrained.default_dtype()
+    checkpoint = pretrained.open_checkpoint(name, dtype=dtype, param_dtype=dtype)
+    stage = StageConfig("pretrained", "rl", 1, max_turns=8, max_response_tokens=1024, max_tool_output_tokens=512)
+    text = TextConfig(tokenizer=name, chat=chat, turn_separator="template" if chat == "chatml" else "rstar2")
+    rollout = RolloutConfig(slots=1, extend_buckets=(32, 128, 512))
+    config = RunConfig(pathlib.Path(name).stem, (stage,), model=checkpoint.model, text=text, rollout=rollout)
+    params = hf.load_params(checkpoint.source, checkpoint.model, make_mesh(config.mesh))
+    return Trained(config, Position(), params, chat_format(text), checkpoint.tokenizer)
 
 
 def load_trained(workdir: pathlib.Path) -> Trained:

@@ -24,6 +24,7 @@ from rstar_jax.recipes.run import Run, Stopwatch, tool_schemas
 from rstar_jax.rewards.similarity import step_reward
 from rstar_jax.rollout.collect import collect
 from rstar_jax.storage.trajectories import trajectory_record, write_trajectories
+from rstar_jax.text.chat import ChatFormat
 from rstar_jax.tools.python_tool import NAME
 from rstar_jax.training.batching import Row, microbatch_shapes, microbatches, trajectory_row
 from rstar_jax.training.optimizer import learning_rate
@@ -45,14 +46,14 @@ class Chosen:
     penalties: tuple[tuple[float, float], ...]
 
 
-def choose(group: Group, stage: StageConfig, rng: np.random.Generator) -> Chosen:
+def choose(group: Group, stage: StageConfig, rng: np.random.Generator, chat: ChatFormat) -> Chosen:
     """Select `keep` of a group's rollouts, and only then compute advantages, over what was kept (rStar2-Agent, Eq. 7).
 
     Rollouts with an unknown verdict leave first: they are neither selected nor counted.
     """
     rewards = group.rewards()
     penalties = tuple(
-        roc.penalties(t.calls, sum(turn.text.count("<answer>") for turn in t.turns), len(t.turns)) for t in group.trajectories
+        roc.penalties(t.calls, sum(chat.count_answers(turn.text) for turn in t.turns), len(t.turns)) for t in group.trajectories
     )
     known = np.flatnonzero(~np.isnan(rewards))
     total = np.asarray([sum(p) for p in penalties])
@@ -159,7 +160,7 @@ async def rl_stage(run: Run, stage: StageConfig, update: Update, state: TrainSta
             before = dataclasses.replace(run.engine.counters)
             async with run.engine:
                 groups, live, consumed, dropped = await gather(run, stage, source, reward, run.position.consumed, use_tools=not srl)
-        chosen = [choose(group, stage, _roc_rng(config.seed, run.position.global_step, i)) for i, group in enumerate(live)]
+        chosen = [choose(group, stage, _roc_rng(config.seed, run.position.global_step, i), run.chat) for i, group in enumerate(live)]
         with watch("update"):
             rows = update_rows(chosen, stage.updates_per_rollout)
             batches = [

@@ -194,8 +194,9 @@ async def open_tools(config: RunConfig, progress: Progress) -> AsyncIterator[tup
     async with open_pool(config.tool) as pool, Verifier() as verifier:
         progress.say(f"python {pool.isolation}")
         kind = SessionPythonTool if config.tool.sessions else PythonTool
-        tool = kind(pool, style=chat_format(config.text).tool_style)
-        yield {NAME: tool}, MathReward(verifier)
+        chat = chat_format(config.text)
+        tool = kind(pool, style=chat.tool_style)
+        yield {NAME: tool}, MathReward(verifier, chat.answer_tags)
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,8 @@
 
 The final answer is the last `\\boxed{...}` inside the last closed `<answer>...</answer>` of *sampled* text: neither the prompt
 nor what a tool printed is looked at, and there is no reward for format. Where several boxes stand in that block the last one
-counts, so naming several candidates gains nothing.
+counts, so naming several candidates gains nothing. A chat format without answer tags has its final answer in the last box of the
+last turn.
 
 A whole-number reference is compared exactly, digit by digit. Any other reference goes to math-verify in a bounded process; a
 comparison that fails there is unknown, not wrong.
@@ -115,10 +116,13 @@ def is_prose(gold: str) -> bool:
     return len(_WORD.findall(_LATEX_COMMAND.sub(" ", gold))) >= 2
 
 
-def last_answer(turn_texts: Iterable[str]) -> str | None:
+def last_answer(turn_texts: Iterable[str], answer_tags: bool = True) -> str | None:
     """The final answer of a rollout: `extract_answer` of the last turn that holds a closed answer block. A block does not reach
-    over a turn's end."""
-    for text in reversed(tuple(turn_texts)):
+    over a turn's end. Without `answer_tags`: the last box of the last turn."""
+    texts = tuple(turn_texts)
+    if not answer_tags:
+        return last_box(texts[-1]) if texts else None
+    for text in reversed(texts):
         end = text.rfind(_CLOSE)
         if end >= 0 and text.rfind(_OPEN, 0, end) >= 0:
             return extract_answer(text)
@@ -128,9 +132,11 @@ def last_answer(turn_texts: Iterable[str]) -> str | None:
 @dataclasses.dataclass(frozen=True)
 class MathReward:
     """The outcome reward as a `Reward`: value 1 or 0, or None (unknown) if the problem has no usable reference, the rollout
-    failed for reasons of infrastructure, or the verifier failed. `verifier` is open while the reward is used."""
+    failed for reasons of infrastructure, or the verifier failed. `verifier` is open while the reward is used; `answer_tags` are
+    those of the chat format."""
 
     verifier: Verifier
+    answer_tags: bool = True
 
     async def __call__(self, problem: Problem, trajectory: Trajectory) -> Verdict:
         gold = (problem.answer or "").strip()
@@ -138,7 +144,7 @@ class MathReward:
             return Verdict(None, "the rollout failed")
         if not normalise(gold):
             return Verdict(None, "the problem has no reference answer")
-        answer = last_answer(turn.text for turn in trajectory.turns)
+        answer = last_answer((turn.text for turn in trajectory.turns), self.answer_tags)
         if not answer:
             return Verdict(0.0, "no boxed answer")
         equal = compare_integers(answer, gold)

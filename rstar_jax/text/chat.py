@@ -82,7 +82,7 @@ class ChatFormat(abc.ABC):
     """What the formats share. `call_syntax`: how the body of a tool call is written (see `tool_calls`). `turn_separator`:
     what follows the model's `<|im_end|>`: nothing (`rstar2`, as the public code trains) or a newline (`template`, as the
     Hugging Face template renders a history). Training and inference must use the same. `tool_style`: how a tool's result is shown
-    (see `tools.formatting`)."""
+    (see `tools.formatting`). `answer_tags`: the final answer stands in `<answer>` tags, not in a box by itself."""
 
     name: str
     call_syntax: str
@@ -91,6 +91,7 @@ class ChatFormat(abc.ABC):
     turn_separator: str = "rstar2"
     reasoning_tags: tuple[str, str] = ("<reason>", "</reason>")
     end_of_turn: Marker = TURN_END
+    answer_tags: bool = True
 
     @abc.abstractmethod
     def prompt(self, question: str, tools_schemas: Sequence[Mapping[str, Any]] = ()) -> list[str]:
@@ -117,6 +118,10 @@ class ChatFormat(abc.ABC):
     def final_answer(self, text: str) -> list[str]:
         """The demonstrated final answer with `text` in a box, without `end_of_turn`."""
         return [*_control("<answer>"), f"\\boxed{{{text}}}", *_control("</answer>")]
+
+    def count_answers(self, text: str) -> int:
+        """How many final answers the sampled text of a turn holds."""
+        return text.count("<answer>" if self.answer_tags else "\\boxed")
 
     def parse_calls(self, text: str, tool_names: Sequence[str]) -> list[ParsedCall]:
         """The tool calls in the sampled text of one turn."""
@@ -227,7 +232,12 @@ class CompactFormat(ChatFormat):
 CHAT_FORMATS: dict[str, ChatFormat] = {
     "rstar2": RStar2Format(name="rstar2", call_syntax="json", forced_opening="<reason>", tool_style="rstar2"),
     "chatml": ChatMLFormat(
-        name="chatml", call_syntax="json", forced_opening="", tool_style="rstar2", reasoning_tags=("<think>", "</think>")
+        name="chatml",
+        call_syntax="json",
+        forced_opening="",
+        tool_style="rstar2",
+        reasoning_tags=("<think>", "</think>"),
+        answer_tags=False,
     ),
     "compact": CompactFormat(name="compact", call_syntax="code", forced_opening="", tool_style="last_line"),
 }

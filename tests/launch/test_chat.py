@@ -65,7 +65,7 @@ def test_an_interrupt_while_it_waits_for_a_question_ends_it(trained):
         (["--workdir={}/nowhere"], "/nowhere: no such directory; give that of a trained run"),
         (["--workdir={}"], "holds no run (config.json is missing)"),
         (["--model={}/nowhere"], "/nowhere: no such directory"),
-        (["--model={}"], "works with runs of its own, given as --workdir; it cannot load Hugging Face checkpoints yet"),
+        (["--model={}"], "holds neither model.safetensors nor model.safetensors.index.json"),
         (["--workdir={}", "--model={}"], "--workdir and --model were both given; give one of them"),
         (["--workdir={}", "--max_turns=0"], "--max_turns=0"),
         (["--workdir={}", "--temperature=hot"], "--temperature=hot"),

@@ -181,8 +181,8 @@ GOOD = ["--workdir={1}", "--dataset={0}/good.jsonl"]
         (["--dataset={0}/good.jsonl"], "--workdir is missing: give the directory of a trained run"),
         (["--workdir={1}"], "--dataset is missing: give a .jsonl or .parquet file, or a name in --data_dir"),
         ([*GOOD, "--model={0}"], "--workdir and --model were both given; give one of them"),
-        (["--model={0}/nowhere", "--dataset={0}/good.jsonl"], "/nowhere: no such directory"),
-        (["--model={0}", "--dataset={0}/good.jsonl"], "works with runs of its own, given as --workdir; it cannot load Hugging Face"),
+        (["--model={0}/nowhere", "--dataset={0}/good.jsonl"], "/nowhere: no such directory, and no known name (smollm2-135m-instruct)"),
+        (["--model={0}", "--dataset={0}/good.jsonl"], "holds neither model.safetensors nor model.safetensors.index.json"),
         (["--workdir={0}/nowhere", "--dataset={0}/good.jsonl"], "/nowhere: no such directory; give that of a trained run"),
         (["--workdir={0}", "--dataset={0}/good.jsonl"], "holds no run (config.json is missing)"),
         (["--workdir={1}", "--dataset={0}/nowhere.jsonl"], "/nowhere.jsonl: no such file"),
@@ -243,5 +243,5 @@ def test_a_run_without_a_checkpoint_or_with_a_damaged_config_is_refused(command,
 
 def test_a_mistake_ends_the_real_command_with_one_line_and_code_2(tmp_path):
     done = real("launch.evaluate", f"--model={tmp_path / 'nowhere'}", "--dataset=x.jsonl")
-    assert done.refusal() == f"--model={tmp_path / 'nowhere'}: no such directory"
+    assert done.refusal() == f"--model={tmp_path / 'nowhere'}: no such directory, and no known name (smollm2-135m-instruct)"
     assert len(done.err.splitlines()) == 1 and done.out == ""

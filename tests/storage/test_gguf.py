@@ -6,6 +6,8 @@ import pathlib
 import sys
 
 import gguf
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
@@ -13,6 +15,11 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from rstar_jax.config import MeshConfig
+from rstar_jax.model import qwen
+from rstar_jax.model.sharding import make_mesh
+from rstar_jax.recipes.pretrained import SMOLLM, open_checkpoint
+from rstar_jax.storage import hf
 from rstar_jax.storage.gguf import GgufFile, find_smollm, gguf_tokenizer
 from rstar_jax.text.template import render
 from rstar_jax.text.tokenizer import load_tokenizer
@@ -494,3 +501,28 @@ def test_smollm_ids_equal_those_of_the_conversion_in_transformers(smollm, smollm
     assert text.endswith("<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n")
     again = load_tokenizer(tmp_path)
     assert (again.stop_ids, again.pad_id, again.config) == (smollm_tokenizer.stop_ids, smollm_tokenizer.pad_id, smollm_tokenizer.config)
+
+
+def test_logits_of_the_real_model_equal_those_of_transformers_on_20_prompts():
+    checkpoint = open_checkpoint(SMOLLM)
+    params = hf.load_params(checkpoint.source, checkpoint.model, make_mesh(MeshConfig(data=1), jax.devices()[:1]))
+    source = checkpoint.source
+    state = {name: torch.tensor(source.read(name, tuple(slice(0, n) for n in shape))) for name, shape in source.shapes.items()}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**checkpoint.content))
+    model = model.to_empty(device="cpu").eval()
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    model.load_state_dict(state, strict=False)
+    model.tie_weights()
+    prompts = [f"Question {i}: what is {i * 37} + {91 - i}? Say why, in {i % 3 + 1} short sentences." for i in range(20)]
+    rows = [checkpoint.tokenizer.encode([prompt])[:24] for prompt in prompts]
+    length = min(map(len, rows))
+    tokens = np.asarray([row[:length] for row in rows])
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens)).logits.numpy()
+    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    forward = jax.jit(qwen.forward, static_argnums=1)
+    hidden = forward(params, checkpoint.model, tokens, positions, jnp.ones_like(positions)).hidden_btd
+    ours = np.asarray(qwen.logits(params, checkpoint.model, hidden))
+    np.testing.assert_allclose(ours, expected, atol=2e-4, rtol=0)
+    assert (ours.argmax(-1) == expected.argmax(-1)).all()

@@ -57,6 +57,10 @@ def main(argv: Sequence[str]) -> None:
     del argv
     module = load_experiment(EXPERIMENT.value)
     config = apply_overrides(module.config(), SET.value)
+    if config.checkpoint:
+        from rstar_jax.recipes.pretrained import resolve  # takes seconds: imported only when there is something to read
+
+        config = resolve(config)
     if DRY_RUN.value:
         for stage in config.stages:
             print(describe_stage(stage), file=sys.stderr)

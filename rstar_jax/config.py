@@ -330,6 +330,7 @@ class RunConfig:
     name: str
     stages: tuple[StageConfig, ...]
     seed: int = 0
+    checkpoint: str = ""  # pretrained weights to start from: a Hugging Face directory, a .gguf file or a name
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()
     text: TextConfig = TextConfig()
@@ -392,7 +393,7 @@ class RunConfig:
         hints = typing.get_type_hints(cls)
         sections = {name: build(hints[name], content[name]) for name in SECTIONS}
         stages = tuple(build(StageConfig, stage) for stage in content["stages"])
-        return cls(content["name"], stages, content["seed"], **sections)
+        return cls(content["name"], stages, content["seed"], content.get("checkpoint", ""), **sections)
 
     def identity(self) -> dict[str, Any]:
         """What makes two runs the same run: everything but the mesh, where and how isolated tool calls run, when and how many

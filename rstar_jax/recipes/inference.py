@@ -17,7 +17,7 @@ from rstar_jax.model.sharding import make_mesh
 from rstar_jax.recipes import pretrained
 from rstar_jax.recipes.evaluate import evaluate, widest_budget
 from rstar_jax.recipes.progress import Progress
-from rstar_jax.recipes.run import make_tokenizer, open_tools, read_config, tool_schemas
+from rstar_jax.recipes.run import PRETRAINED, make_tokenizer, open_tools, read_config, tool_schemas
 from rstar_jax.rollout.agent import Agent, Budget
 from rstar_jax.rollout.engine import SlotEngine, rollout_params
 from rstar_jax.storage import hf
@@ -60,6 +60,16 @@ def load_pretrained(name: str, chat: str) -> Trained:
     config = RunConfig(pathlib.Path(name).stem, (stage,), model=checkpoint.model, text=text, rollout=rollout)
     params = hf.load_params(checkpoint.source, checkpoint.model, make_mesh(config.mesh))
     return Trained(config, Position(), params, chat_format(text), checkpoint.tokenizer)
+
+
+def export(trained: Trained, workdir: pathlib.Path, output: pathlib.Path, dtype: str) -> None:
+    """Write weights, configuration and tokenizer of a run as a Hugging Face checkpoint (see `hf.save_params`)."""
+    source = workdir / PRETRAINED
+    base = hf.read_json(source) if source.is_file() else {"max_position_embeddings": trained.config.model.max_positions}
+    stops = list(trained.tokenizer.stop_ids)
+    base |= {"eos_token_id": stops[0] if len(stops) == 1 else stops, "pad_token_id": trained.tokenizer.pad_id}
+    hf.save_params(trained.params, trained.config.model, output, dtype=dtype, base=base)
+    trained.tokenizer.save(output)
 
 
 def load_trained(workdir: pathlib.Path) -> Trained:

@@ -9,13 +9,15 @@ from typing import Any
 
 import jax
 
-from rstar_jax.config import ModelConfig
+from rstar_jax.config import ModelConfig, RunConfig
 from rstar_jax.storage import gguf, hf
 from rstar_jax.storage.hf_config import model_config
 from rstar_jax.text.tokenizer import FastTokenizer, load_tokenizer
 from rstar_jax.types import UserError
 
 SMOLLM = "smollm2-135m-instruct"
+
+_OURS = ("dtype", "param_dtype", "remat", "logprob_chunk", "attention", "attention_block", "expert_block")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,3 +54,21 @@ def open_checkpoint(name: str, **ours: Any) -> Checkpoint:
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(f"{path}: the tokenizer has {tokenizer.vocab_size} ids, more than the model's {model.vocab_size}")
     return Checkpoint(content, model, source, tokenizer)
+
+
+def open_tokenizer(name: str) -> FastTokenizer:
+    """The tokenizer of a checkpoint, or of a directory that holds no more than a tokenizer."""
+    if name == SMOLLM or pathlib.PurePath(name).suffix == ".gguf":
+        return gguf.gguf_tokenizer(gguf.GgufFile(gguf.find_smollm() if name == SMOLLM else name))
+    return load_tokenizer(name)
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """A run that starts from a checkpoint, with the checkpoint's architecture, which always wins, and its tokenizer unless the run
+    names another. Any other run is returned as it is."""
+    if not config.checkpoint:
+        return config
+    model = open_checkpoint(config.checkpoint, **{name: getattr(config.model, name) for name in _OURS}).model
+    tokenizer = config.checkpoint if config.text.tokenizer == "toy" else config.text.tokenizer
+    text = dataclasses.replace(config.text, tokenizer=tokenizer)
+    return dataclasses.replace(config, model=model, text=text).validate()

@@ -22,6 +22,7 @@ from rstar_jax.data import dialogues, synthetic
 from rstar_jax.data.readers import read_problems
 from rstar_jax.data.sources import evaluation_problems
 from rstar_jax.model.sharding import check_divisible, make_mesh
+from rstar_jax.recipes import pretrained
 from rstar_jax.recipes.progress import Progress
 from rstar_jax.rewards.math_answer import MathReward
 from rstar_jax.rewards.verifier import Verifier
@@ -41,6 +42,7 @@ from rstar_jax.types import Reward, Tool, UserError
 
 Result = TypeVar("Result")
 
+PRETRAINED = "pretrained_config.json"  # in a run's directory: config.json of the checkpoint that it started from
 TOKENIZER_TEXTS = 2048  # demonstrations that a toy tokenizer is trained on
 
 
@@ -121,7 +123,7 @@ def make_tokenizer(config: RunConfig, chat: ChatFormat, workdir: pathlib.Path | 
     if workdir is not None and (workdir / "tokenizer" / "tokenizer.json").is_file():
         return load_tokenizer(workdir / "tokenizer")
     if config.text.tokenizer != "toy":
-        return load_tokenizer(config.text.tokenizer)
+        return pretrained.open_tokenizer(config.text.tokenizer)
     small = dataclasses.replace(config, data=dataclasses.replace(config.data, demonstrations=TOKENIZER_TEXTS))
     return train_tokenizer(dialogues.training_texts(demonstrations(small), chat, NAME), config.model.vocab_size)
 
@@ -230,6 +232,9 @@ async def open_run(config: RunConfig, workdir: pathlib.Path, progress: Progress)
             config.model, config.rollout, capacity=config.capacity, stop_ids=tokenizer.stop_ids, device=device, mesh=mesh
         )
         write_config(config, workdir)  # all that can be refused has been: from here on the directory holds a run
+        if config.checkpoint and not (workdir / PRETRAINED).is_file():
+            content = dict(pretrained.open_checkpoint(config.checkpoint).content)
+            write_atomically(workdir / PRETRAINED, [json.dumps(content, indent=1).encode()])
         tokenizer.save(workdir / "tokenizer")
         checkpoints = stack.enter_context(Checkpoints(workdir / "checkpoints", config.training.keep_checkpoints))
         position = checkpoints.latest() or Position()

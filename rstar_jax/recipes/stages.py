@@ -7,12 +7,16 @@ import json
 import pathlib
 from collections.abc import Awaitable, Callable, Mapping
 
+import jax.numpy as jnp
+
 from rstar_jax.config import RunConfig, StageConfig
+from rstar_jax.recipes import pretrained
 from rstar_jax.recipes.evaluate import evaluate_run
 from rstar_jax.recipes.progress import Progress
 from rstar_jax.recipes.rl import rl_stage
 from rstar_jax.recipes.run import Run, open_run
 from rstar_jax.recipes.sft import sft_stage
+from rstar_jax.storage.hf import load_params
 from rstar_jax.storage.metrics import MetricsRow, read_metrics, write_atomically
 from rstar_jax.training.optimizer import make_optimizer
 from rstar_jax.training.state import TrainState, init_state, with_optimizer
@@ -57,10 +61,13 @@ async def run_stages(config: RunConfig, workdir: pathlib.Path, progress: Progres
 
 
 def start_state(run: Run) -> TrainState:
-    """The state at the run's position: fresh, or restored from its checkpoint."""
+    """The state at the run's position: fresh, from a pretrained checkpoint, or restored from the run's own."""
     config, position = run.config, run.position
-    stage = config.stages[position.stage]
-    state = init_state(config.model, make_optimizer(stage, config.training), config.seed, run.mesh)
+    optimizer_rule = make_optimizer(config.stages[position.stage], config.training)
+    if config.checkpoint and not position.global_step:
+        loaded = load_params(pretrained.open_checkpoint(config.checkpoint).source, config.model, run.mesh)
+        return with_optimizer(loaded, optimizer_rule, jnp.zeros((), jnp.int32), run.mesh)
+    state = init_state(config.model, optimizer_rule, config.seed, run.mesh)
     if not position.global_step:
         return state
     params = run.checkpoints.restore(position, "params", state.params)

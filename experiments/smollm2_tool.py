@@ -31,7 +31,7 @@ def config() -> RunConfig:
         model=ModelConfig(remat="full", logprob_chunk=512),
         text=TextConfig(chat="chatml", turn_separator="template"),
         stages=(
-            StageConfig("sft", "sft", 24, learning_rate=1e-4, schedule="cosine", warmup_steps=2, rows_per_step=8),
+            StageConfig("sft", "sft", 16, learning_rate=1e-4, schedule="cosine", warmup_steps=2, rows_per_step=4),
             StageConfig(
                 name="rl",
                 kind="rl",
@@ -48,7 +48,7 @@ def config() -> RunConfig:
         rollout=RolloutConfig(
             slots=16, chunk=8, prefill_rows=4, prompt_buckets=(512,), max_prompt_tokens=448, extend_rows=8, extend_buckets=(64,)
         ),
-        training=TrainingConfig(buckets=(640,), microbatch_tokens=1280, save_every=8, keep_checkpoints=1),
+        training=TrainingConfig(buckets=(704,), microbatch_tokens=1408, save_every=8, keep_checkpoints=1),
         evaluation=EvaluationConfig(problems=16, greedy=False),
         data=DataConfig(demonstrations=512, no_tool=0.0, broken_call=0.1),
     )

@@ -129,6 +129,9 @@ def mixture(
     proportional to the blocks in use, and no temporary is larger than x, the choices, or (backward) the kernels' gradients.
     Differentiable in all but `chosen_nk`.
     """
+    x_nd, chosen_nk, weights_nk, gate_edf, up_edf, down_efd = map(
+        jnp.asarray, (x_nd, chosen_nk, weights_nk, gate_edf, up_edf, down_efd)
+    )
     tokens, experts = x_nd.shape[0], gate_edf.shape[0]
     share = max(8, 1 << (chosen_nk.size // experts).bit_length())
     return _experts(x_nd, weights_nk, gate_edf, up_edf, down_efd, _blocks(chosen_nk, experts, min(block, tokens, share)))

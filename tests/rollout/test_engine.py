@@ -257,3 +257,41 @@ def test_a_failing_device_surfaces_in_every_waiting_rollout(params, device):
 
     with pytest.raises(RuntimeError, match="engine has failed"):
         asyncio.run(scenario())
+
+
+def test_experts_are_recorded_with_the_tokens_and_replayed(device):
+    """Of every fed token the engine reports what it was routed to; the trainer routes alike, and a free choice of the router after
+    the weights have changed would not."""
+    model = dataclasses.replace(MODEL, num_experts=6, experts_per_token=2, expert_d_ff=16)
+    params = jax.jit(qwen.init, static_argnums=0)(model, jax.random.key(1))
+    engine = SlotEngine(model, ROLLOUT, capacity=CAPACITY, stop_ids=STOPS, device=device)
+    engine.load(rollout_params(params, model), version=0)
+
+    async def one(prompt, sample):
+        slot = await engine.open(prompt, SampleKey(0, 0, 0, sample), Sampling(1.0))
+        ids, logps = list(prompt), [np.nan] * len(prompt)
+        for _ in range(2):
+            got = await slot.generate(9)
+            ids, logps = [*ids, *got.ids], [*logps, *got.logps]
+            await slot.append([5, 6, 9])
+            ids, logps = [*ids, 5, 6, 9], [*logps, *[np.nan] * 3]
+        got = await slot.generate(4)
+        slot.close()
+        return [*ids, *got.ids], np.asarray([*logps, *got.logps]), slot.experts()
+
+    async def everyone():
+        async with engine:
+            return await asyncio.gather(*(one(prompts()[i], j) for i in range(3) for j in range(2)))
+
+    for ids, logps, experts in asyncio.run(everyone()):
+        assert experts.shape == (len(ids) - 1, 2, 2) and experts.dtype == np.int16
+        n, sampled = len(ids), ~np.isnan(logps)
+        row = np.concatenate([experts, np.full((1, 2, 2), -1, np.int16)])[None]
+        ones = np.ones((1, n), np.int32)
+        batch = TrainBatch(np.asarray([ids]), np.arange(n)[None], ones, ones > 0, ones * 1.0, ones * 1.0, ones * 1.0, row)
+        ours = score(params, model, batch, 1.0)[0][0]
+        np.testing.assert_allclose(np.asarray(ours)[sampled], logps[sampled], atol=1e-4)
+        free = qwen.forward(params, model, batch.tokens_bt, batch.positions_bt, batch.segments_bt).routing.chosen_lbtk[:, 0]
+        np.testing.assert_array_equal(np.sort(np.transpose(free, (1, 0, 2))[:-1], -1), np.sort(experts, -1))
+        other = dataclasses.replace(batch, experts_btlk=np.where(row < 0, row, (row + 1) % 6).astype(np.int16))
+        assert np.abs(np.asarray(score(params, model, other, 1.0)[0][0])[sampled] - logps[sampled]).max() > 1e-3

@@ -33,6 +33,7 @@ def _at_least(section: str, config: Any, minimum: float, *fields: str) -> None:
 
 
 ATTENTION = ("dense", "blockwise", "cudnn")  # implementations, see model/attention.py
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # see model/rope.py
 
 
@@ -76,6 +77,9 @@ class ModelConfig:
     expert_block: int = 64  # rows of one expert that are multiplied at a time
     attention: str = "dense"
     attention_block: int = 512  # positions of a block of `blockwise`
+    lora_rank: int = 0  # 0: all parameters are trained; else adapters of this rank, and nothing else
+    lora_alpha: float = 16.0  # adapters are scaled by lora_alpha / lora_rank
+    lora_targets: tuple[str, ...] = LORA_TARGETS  # matrices that have an adapter
 
     @property
     def routed(self) -> tuple[int, int] | None:
@@ -85,7 +89,7 @@ class ModelConfig:
     def validate(self) -> None:
         _at_least("model", self, 1, "vocab_size", "num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads", "head_dim")
         _at_least("model", self, 1, "logprob_chunk", "max_positions", "attention_block", "expert_block", "rope_factor")
-        _at_least("model", self, 0, "num_experts")
+        _at_least("model", self, 0, "num_experts", "lora_rank", "lora_alpha")
         if self.num_heads % self.num_kv_heads:
             raise UserError(f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
@@ -103,6 +107,10 @@ class ModelConfig:
                 raise UserError(f"model.experts_per_token={self.experts_per_token} is more than model.num_experts={self.num_experts}")
             if self.mlp_bias:
                 raise UserError("model.mlp_bias=true needs model.num_experts=0: experts have no biases")
+        if self.lora_rank and (not self.lora_targets or len(set(self.lora_targets)) < len(self.lora_targets)):
+            raise UserError(f"model.lora_targets={self.lora_targets} must name at least one matrix, and each once")
+        for target in self.lora_targets if self.lora_rank else ():
+            _choice("model", "lora_targets", target, LORA_TARGETS[:4] if self.num_experts else LORA_TARGETS)
 
 
 @dataclasses.dataclass(frozen=True)

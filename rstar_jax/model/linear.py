@@ -28,18 +28,24 @@ def parameter(
 
 
 class Linear(nn.Module):
-    """y = x W + b with W stored [in, out]; `axes` are the logical names of W's two axes."""
+    """y = x W + b with W stored [in, out]; `axes` are the logical names of W's two axes. Where the parameters hold an adapter (see
+    `lora.attach`), y = x W + adapter_scale (x A) B + b."""
 
     features: int
     axes: tuple[str, str]
     use_bias: bool = False
     dtype: str = "float32"
     param_dtype: str = "float32"
+    adapter_scale: float = 1.0
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         kernel = parameter(self, "kernel", scaled_normal(), self.axes, (x.shape[-1], self.features), self.param_dtype)
         y = x @ kernel.astype(self.dtype)
+        if self.has_variable("params", "adapter_a"):
+            a: jax.Array = self.get_variable("params", "adapter_a")
+            b: jax.Array = self.get_variable("params", "adapter_b")
+            y = y + (x @ a.astype(self.dtype)) @ b.astype(self.dtype) * self.adapter_scale
         if self.use_bias:
             bias = parameter(self, "bias", nn.initializers.zeros_init(), self.axes[1:], (self.features,), self.param_dtype)
             y = y + bias.astype(self.dtype)

@@ -111,12 +111,13 @@ class Block(nn.Module):
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None, tuple[jax.Array, jax.Array] | None]:
         c = self.config
         batch, length, _ = x_btd.shape
+        adapter_scale = c.lora_alpha / c.lora_rank if c.lora_rank else 1.0
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(c.norm_eps, c.param_dtype, name=name)
 
         def linear(name: str, features: int, axes: tuple[str, str], use_bias: bool = False) -> Linear:
-            return Linear(features, axes, use_bias, c.dtype, c.param_dtype, name=name)
+            return Linear(features, axes, use_bias, c.dtype, c.param_dtype, adapter_scale, name=name)
 
         h_btd = norm("attention_norm")(x_btd)
         q = linear("q", c.num_heads * c.head_dim, ("embed", "heads"), c.qkv_bias)(h_btd)

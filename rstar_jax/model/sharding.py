@@ -22,6 +22,7 @@ TRAINING_RULES: Rules = {
     "mlp": "tensor",
     "expert": None,
     "router": None,
+    "rank": None,
     "norm": None,
     "layers": None,
 }

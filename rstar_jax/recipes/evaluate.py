@@ -63,7 +63,7 @@ async def evaluate_run(run: Run, state: TrainState) -> dict[str, float]:
     watch = Stopwatch()
     metrics: dict[str, float] = {}
     with watch("evaluation"):
-        await run.load_engine(state.params)
+        await run.load_engine(state.weights)
         await run.on_device(run.engine.warm_up)
         async with run.engine:
             for name, samples, temperature in modes:

@@ -10,10 +10,13 @@ import pathlib
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from rstar_jax.config import RolloutConfig, RunConfig, StageConfig, TextConfig
+import jax
+from jax.sharding import Mesh
+
+from rstar_jax.config import ModelConfig, RolloutConfig, RunConfig, StageConfig, TextConfig
 from rstar_jax.data.readers import ReadResult
-from rstar_jax.model import qwen
-from rstar_jax.model.sharding import make_mesh
+from rstar_jax.model import lora, qwen
+from rstar_jax.model.sharding import TRAINING_RULES, make_mesh, shardings
 from rstar_jax.recipes import pretrained
 from rstar_jax.recipes.evaluate import evaluate, widest_budget
 from rstar_jax.recipes.progress import Progress
@@ -24,6 +27,7 @@ from rstar_jax.storage import hf
 from rstar_jax.storage.checkpoint import Checkpoints, Position
 from rstar_jax.text.chat import ChatFormat, chat_format
 from rstar_jax.text.tokenizer import FastTokenizer
+from rstar_jax.training.state import param_shardings
 from rstar_jax.types import Group, Problem, Reward, Tool, UserError
 
 SMALLEST_BUCKET = 64
@@ -82,9 +86,29 @@ def load_trained(workdir: pathlib.Path) -> Trained:
         position = checkpoints.latest()
         if position is None:
             raise UserError(f"{workdir} has no complete checkpoint yet; train it for longer")
-        params = checkpoints.restore(position, "params", qwen.abstract_params(config.model))
+        params = checkpoints.restore(position, "params", _abstract(config.model))
+    if config.model.lora_rank:
+        mesh = make_mesh(config.mesh)
+        adapters = jax.device_put(params, shardings(lora.axes(config.model), mesh, TRAINING_RULES))
+        params = lora.merge(lora.attach(_frozen(config, mesh), adapters), config.model)
     chat = chat_format(config.text)
     return Trained(config, position, params, chat, make_tokenizer(config, chat, workdir))
+
+
+def _abstract(model: ModelConfig) -> Any:
+    """Shapes of what a run's checkpoints hold: all parameters, or adapters alone."""
+    if not model.lora_rank:
+        return qwen.abstract_params(model)
+    return jax.eval_shape(lambda: lora.init(model, jax.random.key(0)))
+
+
+def _frozen(config: RunConfig, mesh: Mesh) -> qwen.Params:
+    """The weights that a run's adapters belong to: those that it started from."""
+    if config.checkpoint:
+        source = pretrained.open_checkpoint(config.checkpoint).source
+        return hf.load_params(source, config.model, mesh)
+    make = jax.jit(qwen.init, static_argnums=0, out_shardings=param_shardings(config.model, mesh))
+    return make(config.model, jax.random.key(config.seed))
 
 
 @contextlib.asynccontextmanager

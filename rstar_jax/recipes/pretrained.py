@@ -17,7 +17,10 @@ from rstar_jax.types import UserError
 
 SMOLLM = "smollm2-135m-instruct"
 
-_OURS = ("dtype", "param_dtype", "remat", "logprob_chunk", "attention", "attention_block", "expert_block")
+_OURS = (
+    "dtype", "param_dtype", "remat", "logprob_chunk", "attention", "attention_block", "expert_block",
+    "lora_rank", "lora_alpha", "lora_targets",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -146,7 +146,7 @@ async def rl_stage(run: Run, stage: StageConfig, update: Update, state: TrainSta
     rate = learning_rate(stage, training)
     nominal_rows = -(-stage.prompts_per_step // stage.updates_per_rollout) * stage.keep
 
-    await run.load_engine(state.params)
+    await run.load_engine(state.weights)
     await run.on_device(run.engine.warm_up)
     trainer_old = training.old_logprobs == "trainer"
     shapes = microbatch_shapes(training.buckets, training.microbatch_tokens, nominal_rows, update.shards)
@@ -155,7 +155,7 @@ async def rl_stage(run: Run, stage: StageConfig, update: Update, state: TrainSta
     for step in range(run.position.stage_step, stage.steps):
         watch = Stopwatch()
         with watch("sync"):
-            await run.load_engine(state.params)
+            await run.load_engine(state.weights)
         with watch("rollout"):
             before = dataclasses.replace(run.engine.counters)
             async with run.engine:

@@ -7,8 +7,6 @@ import json
 import pathlib
 from collections.abc import Awaitable, Callable, Mapping
 
-import jax.numpy as jnp
-
 from rstar_jax.config import RunConfig, StageConfig
 from rstar_jax.recipes import pretrained
 from rstar_jax.recipes.evaluate import evaluate_run
@@ -19,7 +17,7 @@ from rstar_jax.recipes.sft import sft_stage
 from rstar_jax.storage.hf import load_params
 from rstar_jax.storage.metrics import MetricsRow, read_metrics, write_atomically
 from rstar_jax.training.optimizer import make_optimizer
-from rstar_jax.training.state import TrainState, init_state, with_optimizer
+from rstar_jax.training.state import TrainState, first_state, init_state, with_optimizer
 from rstar_jax.training.update import Update, loss_function
 
 StageLoop = Callable[[Run, StageConfig, Update, TrainState], Awaitable[TrainState]]
@@ -64,15 +62,16 @@ def start_state(run: Run) -> TrainState:
     """The state at the run's position: fresh, from a pretrained checkpoint, or restored from the run's own."""
     config, position = run.config, run.position
     optimizer_rule = make_optimizer(config.stages[position.stage], config.training)
-    if config.checkpoint and not position.global_step:
+    if config.checkpoint and (not position.global_step or config.model.lora_rank):
         loaded = load_params(pretrained.open_checkpoint(config.checkpoint).source, config.model, run.mesh)
-        return with_optimizer(loaded, optimizer_rule, jnp.zeros((), jnp.int32), run.mesh)
-    state = init_state(config.model, optimizer_rule, config.seed, run.mesh)
+        state = first_state(loaded, config.model, optimizer_rule, config.seed, run.mesh)
+    else:
+        state = init_state(config.model, optimizer_rule, config.seed, run.mesh)
     if not position.global_step:
         return state
     params = run.checkpoints.restore(position, "params", state.params)
     optimizer, updates = run.checkpoints.restore(position, "optimizer", (state.optimizer, state.updates))
-    return TrainState(params, optimizer, updates)
+    return TrainState(params, optimizer, updates, state.frozen)
 
 
 def next_stage_state(run: Run, index: int, state: TrainState) -> TrainState:
@@ -80,7 +79,7 @@ def next_stage_state(run: Run, index: int, state: TrainState) -> TrainState:
     stage = run.config.stages[index]
     if not stage.reset_optimizer:
         return state
-    return with_optimizer(state.params, make_optimizer(stage, run.config.training), state.updates, run.mesh)
+    return with_optimizer(state.params, make_optimizer(stage, run.config.training), state.updates, run.mesh, state.frozen)
 
 
 def final_metrics(rows: list[MetricsRow]) -> dict[str, Mapping[str, float]]:

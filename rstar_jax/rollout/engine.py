@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rstar_jax.config import ModelConfig, RolloutConfig
-from rstar_jax.model import qwen
+from rstar_jax.model import lora, qwen
 from rstar_jax.model.sharding import ROLLOUT_RULES, constrain
 from rstar_jax.rollout import decode
 from rstar_jax.types import Finish, Sampled, SampleKey, Sampling, UserError
@@ -404,8 +404,9 @@ class SlotEngine:
 
 @functools.partial(jax.jit, static_argnames=("model", "mesh"))
 def rollout_params(params: qwen.Params, model: ModelConfig, mesh: Mesh | None = None) -> qwen.Params:
-    """The engine's copy of trained weights, made by one jitted reshard: layers unstacked, in the compute dtype, gathered over
-    fsdp and kept apart over tensor."""
+    """The engine's copy of trained weights, made by one jitted reshard: adapters merged, layers unstacked, in the compute dtype,
+    gathered over fsdp and kept apart over tensor."""
+    params = lora.merge(params, model)
     if mesh is not None and mesh.size > 1:
         axes = qwen.param_axes(model)
         params = jax.tree.map(lambda p, names: constrain(p, mesh, names, ROLLOUT_RULES), params, axes)

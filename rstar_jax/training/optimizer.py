@@ -23,7 +23,7 @@ def learning_rate(stage: StageConfig, training: TrainingConfig) -> optax.Schedul
 
 
 def _is_matrix(path: Any) -> bool:
-    return any(getattr(key, "key", None) in ("kernel", "experts") for key in path)
+    return any(getattr(key, "key", None) in ("kernel", "experts", "adapter_a", "adapter_b") for key in path)
 
 
 def _muon_dimensions(params: Any) -> Any:

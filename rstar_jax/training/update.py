@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rstar_jax.algorithms import objectives, sft
 from rstar_jax.config import ModelConfig, StageConfig
+from rstar_jax.model import lora
 from rstar_jax.model.logprobs import score
 from rstar_jax.training.batching import dead_microbatch
 from rstar_jax.training.state import TrainState
@@ -105,7 +106,7 @@ class Update:
 
     def score(self, state: TrainState, batch: TrainBatch) -> TrainBatch:
         """The batch with the trainer's own log-probs as the ratio's denominator."""
-        return dataclasses.replace(batch, old_logp_bt=self._score(state.params, batch))
+        return dataclasses.replace(batch, old_logp_bt=self._score(state.weights, batch))
 
     def step(self, state: TrainState, batches: Sequence[TrainBatch]) -> tuple[TrainState, dict[str, float]]:
         """One update from host batches, and its metrics as numbers."""
@@ -137,32 +138,34 @@ class Update:
         if not batches:
             raise ValueError("an update needs at least one microbatch")
         accumulated = self.accumulate(state, batches)
-        return self._built(state, batches[0]).apply(state, accumulated)
+        trained = dataclasses.replace(state, frozen=None)
+        trained, sums, maxima = self._built(state, batches[0]).apply(trained, accumulated)
+        return dataclasses.replace(trained, frozen=state.frozen), sums, maxima
 
     def accumulate(self, state: TrainState, batches: Sequence[TrainBatch]) -> Accumulated:
         """What the microbatches add up to, before any division."""
         programs = self._built(state, batches[0])
         so_far = programs.nothing(state.params)
         for batch in batches:
-            so_far = programs.add(state.params, batch, so_far)
+            so_far = programs.add(state.params, state.frozen, batch, so_far)
         return so_far
 
     def _built(self, state: TrainState, batch: TrainBatch) -> _Programs:
         """The jitted programs. Their results lie where their arguments lay, so that no call compiles what another has."""
         if self._programs is None:
             measure = self._measure
-            shapes = jax.eval_shape(measure, state.params, batch)
+            shapes = jax.eval_shape(measure, state.params, state.frozen, batch)
             everywhere = NamedSharding(self.mesh, PartitionSpec())
             sums, maxima = jax.tree.map(lambda _: everywhere, (shapes.sums, shapes.maxima))
             where = Accumulated(jax.tree.map(lambda p: p.sharding, state.params), sums, maxima)
-            state_where = jax.tree.map(lambda x: x.sharding, state)
+            state_where = jax.tree.map(lambda x: x.sharding, dataclasses.replace(state, frozen=None))
 
-            def add(params: Any, batch: TrainBatch, so_far: Accumulated) -> Accumulated:
-                return _add(so_far, measure(params, batch))
+            def add(params: Any, frozen: Any, batch: TrainBatch, so_far: Accumulated) -> Accumulated:
+                return _add(so_far, measure(params, frozen, batch))
 
             self._programs = _Programs(
                 nothing=jax.jit(functools.partial(_zeros, shapes=shapes), out_shardings=where),
-                add=jax.jit(add, donate_argnums=2, out_shardings=where),
+                add=jax.jit(add, donate_argnums=3, out_shardings=where),
                 apply=jax.jit(
                     functools.partial(_apply, optimizer=self._optimizer), donate_argnums=0, out_shardings=(state_where, None, None)
                 ),
@@ -188,9 +191,12 @@ def _score(params: Any, batch: TrainBatch, *, model: ModelConfig, temperature: f
     return score(params, model, batch, temperature, mesh)[0]
 
 
-def _measure(params: Any, batch: TrainBatch, *, model: ModelConfig, loss: LossFn, temperature: float, mesh: Mesh) -> Accumulated:
+def _measure(
+    params: Any, frozen: Any, batch: TrainBatch, *, model: ModelConfig, loss: LossFn, temperature: float, mesh: Mesh
+) -> Accumulated:
     def numerator(params: Any) -> tuple[jax.Array, tuple[Sums, Array, Array]]:
-        logp, entropy = score(params, model, batch, temperature, mesh)
+        weights = params if frozen is None else lora.attach(frozen, params)
+        logp, entropy = score(weights, model, batch, temperature, mesh)
         sums = loss(logp, entropy, batch)
         return jnp.asarray(sums.values["loss"]), (sums, logp, entropy)
 

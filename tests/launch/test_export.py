@@ -89,3 +89,28 @@ def test_a_checkpoint_that_is_none_is_refused_before_anything_is_written(command
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="is not a directory"):
         pretrained.open_checkpoint(str(tmp_path / "nowhere"))
+
+
+def test_a_run_with_adapters_keeps_only_them_and_exports_merged_weights(command, trained, exported, tmp_path):
+    arguments = [
+        *train_arguments(tmp_path / "run"),
+        f"--set=checkpoint={exported}",
+        "--set=model.lora_rank=2",
+        "--set=stages.sft.steps=6",
+    ]
+    done = command("launch.train", *arguments, "--set=training.save_every=3")
+    assert done.code == 0, done.err
+    saved = max((tmp_path / "run" / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name)) / "params"
+    names = json.loads((saved / "_METADATA").read_text())["tree_metadata"]
+    assert names and all("adapter_" in name for name in names)
+    again = command("launch.train", *arguments, "--set=training.save_every=3", "--set=stages.rl2.steps=2")
+    assert again.code == 0 and "resuming" in again.err + again.out, again.err
+    merged = inference.load_trained(tmp_path / "run")
+    assert command("launch.export", f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}").code == 0
+    stored = inference.hf.load_params(
+        pretrained.open_checkpoint(str(tmp_path / "out")).source, merged.config.model, inference.make_mesh(merged.config.mesh)
+    )
+    jax.tree.map(np.testing.assert_array_equal, stored, merged.params)
+    base = inference.load_trained(trained.workdir).params
+    assert np.abs(np.asarray(merged.params["layers"]["q"]["kernel"]) - base["layers"]["q"]["kernel"]).max() > 1e-4
+    np.testing.assert_array_equal(merged.params["ends"]["embedding"], base["ends"]["embedding"])

@@ -28,7 +28,7 @@ def config() -> RunConfig:
     return RunConfig(
         name="smollm2_tool",
         checkpoint="smollm2-135m-instruct",
-        model=ModelConfig(remat="full", logprob_chunk=512),
+        model=ModelConfig(dtype="auto", remat="full", logprob_chunk=512),
         text=TextConfig(chat="chatml", turn_separator="template"),
         stages=(
             StageConfig("sft", "sft", 16, learning_rate=1e-4, schedule="cosine", warmup_steps=2, rows_per_step=4),

@@ -57,8 +57,8 @@ def main(argv: Sequence[str]) -> None:
     del argv
     module = load_experiment(EXPERIMENT.value)
     config = apply_overrides(module.config(), SET.value)
-    if config.checkpoint:
-        from rstar_jax.recipes.pretrained import resolve  # takes seconds: imported only when there is something to read
+    if config.checkpoint or config.model.dtype == "auto":
+        from rstar_jax.recipes.pretrained import resolve  # takes seconds: imported only when there is something to find out
 
         config = resolve(config)
     if DRY_RUN.value:

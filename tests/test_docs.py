@@ -304,7 +304,8 @@ def test_every_flag_is_documented_with_its_default(module):
     assert list(written) == list(defined)
     for name, default in defined.items():
         if default not in (None, []):
-            assert written[name] == str(default).lower().removesuffix(".0"), name
+            shown = ",".join(default) if isinstance(default, list) else str(default).lower().removesuffix(".0")
+            assert written[name] == shown, name
 
 
 # --- what the pages name ---------------------------------------------------------------------------------------------

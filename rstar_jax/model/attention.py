@@ -1,4 +1,4 @@
-"""Rotary embeddings and attention, behind one function with implementations by name.
+"""Attention behind one function, with implementations by name.
 
 Shape legend: B batch, T query length, C key length, H query heads, K key/value heads, G = H / K, D head width.
 """
@@ -17,21 +17,6 @@ from jax import lax
 from rstar_jax.types import UserError
 
 _HIDDEN = float(jnp.finfo(jnp.float32).min)  # finite: a row without a visible key gives no NaN
-
-
-def rope(x_bthd: jax.Array, positions_bt: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embedding in the half-split form of Qwen and Llama checkpoints.
-
-    Pairs (i, i + D/2) are turned by the angle position * theta^(-2i/D). Angles are float32 whatever the activations are: at
-    position 10,000 a bfloat16 angle is off by tens of radians.
-    """
-    half = x_bthd.shape[-1] // 2
-    inverse_wavelength = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles_bt1d = positions_bt.astype(jnp.float32)[:, :, None, None] * inverse_wavelength
-    sin, cos = jnp.sin(angles_bt1d), jnp.cos(angles_bt1d)
-    first, second = x_bthd[..., :half].astype(jnp.float32), x_bthd[..., half:].astype(jnp.float32)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x_bthd.dtype)
 
 
 @jax.tree_util.register_dataclass

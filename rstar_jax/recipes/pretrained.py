@@ -67,8 +67,10 @@ def open_tokenizer(name: str) -> FastTokenizer:
 
 
 def resolve(config: RunConfig) -> RunConfig:
-    """A run that starts from a checkpoint, with the checkpoint's architecture, which always wins, and its tokenizer unless the run
-    names another. Any other run is returned as it is."""
+    """The run with what is known only when it starts: `model.dtype=auto` becomes `default_dtype()`; a run that starts from a
+    checkpoint gets the checkpoint's architecture, which always wins, and its tokenizer unless the run names another."""
+    if config.model.dtype == "auto":
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, dtype=default_dtype()))
     if not config.checkpoint:
         return config
     model = open_checkpoint(config.checkpoint, **{name: getattr(config.model, name) for name in _OURS}).model

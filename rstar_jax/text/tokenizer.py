@@ -182,9 +182,10 @@ def load_tokenizer(directory: str | pathlib.Path) -> FastTokenizer:
     """The tokenizer of a Hugging Face model directory.
 
     Stop ids are the union, in this order, of `eos_token_id` (an id or a list) in generation_config.json, or in config.json if it
-    is not there; `eos_token` in tokenizer_config.json; the special token that the chat template writes behind an assistant's
-    message; and `<|im_end|>`. Any of them may be absent, but not all. Padding is `pad_token`, else `pad_token_id` in
-    generation_config.json, else the first stop id. Raises `UserError` for a missing directory or file and for broken JSON.
+    is not there; `eos_token` in tokenizer_config.json, else in special_tokens_map.json; the special token that the chat template
+    writes behind an assistant's message; and `<|im_end|>`. Any of them may be absent, but not all. Padding is `pad_token`, found
+    likewise, else `pad_token_id` in generation_config.json, else the first stop id. Raises `UserError` for a missing directory or
+    file and for broken JSON.
     """
     path = pathlib.Path(directory)
     if not path.is_dir():
@@ -197,15 +198,16 @@ def load_tokenizer(directory: str | pathlib.Path) -> FastTokenizer:
     except Exception as error:  # the library raises plain Exception
         raise UserError(f"{file} cannot be read as a tokenizer: {' '.join(str(error).split())}") from error
     config, generation = _json_file(path / "tokenizer_config.json"), _json_file(path / "generation_config.json")
+    tokens = _json_file(path / "special_tokens_map.json") | {key: token for key, token in config.items() if token is not None}
     files = {str(kept.relative_to(path)): kept.read_bytes() for name in _KEPT for kept in sorted(path.glob(name))}
     found = [
         *(_eos_ids(path / "generation_config.json") or _eos_ids(path / "config.json")),
-        _token_id(backend, config, "eos_token"),
-        _template_end(backend, config, files),
+        _token_id(backend, tokens, "eos_token"),
+        _template_end(backend, tokens, files),
         backend.token_to_id(TURN_END),
     ]
     stop_ids = tuple(dict.fromkeys(index for index in found if index is not None))
-    pads = [_token_id(backend, config, "pad_token"), generation.get("pad_token_id"), *stop_ids]
+    pads = [_token_id(backend, tokens, "pad_token"), generation.get("pad_token_id"), *stop_ids]
     pad_id = next((int(index) for index in pads if index is not None), 0)
     return FastTokenizer(backend, stop_ids, pad_id, config, generation, files)
 
@@ -240,14 +242,14 @@ def _json_file(file: pathlib.Path) -> dict[str, Any]:
     return content
 
 
-def _token_id(backend: tokenizers.Tokenizer, config: Mapping[str, Any], key: str) -> int | None:
-    """The id of a token named in tokenizer_config.json, as text or as an object with `content`."""
-    token = config.get(key)
+def _token_id(backend: tokenizers.Tokenizer, tokens: Mapping[str, Any], key: str) -> int | None:
+    """The id of the token that `tokens` names as `key`, as text or as an object with `content`."""
+    token = tokens.get(key)
     if isinstance(token, dict):
         token = token.get("content")
     if token is None:
         return None
     index = backend.token_to_id(token)
     if index is None:
-        raise UserError(f"tokenizer_config.json names {key} {token!r}, which is not in the vocabulary")
+        raise UserError(f"the tokenizer's files name {key} {token!r}, which is not in the vocabulary")
     return index

@@ -42,6 +42,14 @@ def test_transformers_loads_what_was_exported(trained, exported):
     np.testing.assert_array_equal(kernel, run.params["layers"]["q"]["kernel"][0])
 
 
+@pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("gpu", "bfloat16"), ("tpu", "bfloat16")])
+def test_dtype_auto_is_settled_when_a_run_starts(monkeypatch, exported, backend, dtype):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    for more in ([], [f"checkpoint={exported}"]):
+        config = apply_overrides(quickstart.config(), ["model.dtype=auto", *more])
+        assert pretrained.resolve(config).model.dtype == dtype
+
+
 def test_a_run_starts_from_the_exported_weights(command, trained, exported, tmp_path):
     config = apply_overrides(quickstart.config(), [f"checkpoint={exported}"])
     resolved = pretrained.resolve(config)

@@ -152,6 +152,17 @@ def test_stop_ids_are_the_union_of_both_configs_and_the_chat_end_marker(tmp_path
     assert tokenizer.pad_id == 256
 
 
+def test_tokens_that_only_special_tokens_map_names_count_and_tokenizer_config_has_the_say(tmp_path):
+    backend = byte_level([("<|endoftext|>", True), ("<|eot|>", True), ("<|pad|>", True)])
+    write_model(tmp_path, backend, {"eos_token": None})
+    named = {"eos_token": {"content": "<|eot|>"}, "pad_token": "<|pad|>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.stop_ids, tokenizer.pad_id) == ((257,), 258)
+    write_model(tmp_path, backend, {"eos_token": "<|endoftext|>"})
+    assert load_tokenizer(tmp_path).stop_ids == (256,)
+
+
 SPECIALS = ["<|endoftext|>", "<|begin|>", "<|header|>", "<|eot|>", "<|im_end|>"]  # 256 and on
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<|header|>{{ m.role }}\n{{ m.content | trim }}<|eot|>{% endfor %}"
 ENDED = {"eos_token": "<|endoftext|>", "bos_token": "<|begin|>"}

@@ -1344,7 +1344,8 @@ _case(
     "/tmp can be written to",
     "open('/tmp/x', 'w').write('y'); print(open('/tmp/x').read())",
     expect(OK, "y\n"),
-    tiers=("ns-root", "userns"),
+    # an environment that lies below /tmp itself is mounted there for reading
+    tiers=("nowhere",) if sys.prefix.startswith("/tmp/") else ("ns-root", "userns"),
 )
 
 

@@ -153,13 +153,31 @@ class RolloutConfig:
     extend_rows: int = 8  # slots per extend call
     extend_buckets: tuple[int, ...] = (32,)  # padded lengths of appended tokens; longer ones take several calls
     max_prompt_tokens: int = 64
+    pool_lengths: tuple[int, ...] = ()  # further pools of shorter slots: tokens that a slot of each holds
+    pool_slots: tuple[int, ...] = ()  # slots of each of them
+    admission: str = "safe"  # a slot for the longest that a trajectory may become, or, estimate, for the mean length so far
+    attention_lengths: tuple[int, ...] = ()  # cached positions that a program looks at; none: a quarter, half and all of 1024 or more
+    shared_prefix: int = 32  # the beginning that all prompts share is prefilled once if it has as many tokens; 0: never
+    candidates: int = 0  # most probable tokens that top_k, top_p and min_p choose from; 0: no such filter can be used
+    evict_after_s: float = 1.0  # a trajectory that has waited so long for a tool gives way to one without a slot; negative: never
+    lag: bool = True  # the next chunk starts before the last one has been looked at, while no trajectory waits for a slot
+    weight_layout: str = "auto"  # in_out, out_in, or auto: out_in on CPUs
+    call_deadline_s: float = 600.0  # a tool call without an answer for so long fails its trajectory
 
     def validate(self) -> None:
         _at_least("rollout", self, 1, "slots", "chunk", "prefill_rows", "extend_rows", "max_prompt_tokens")
-        for field in ("prompt_buckets", "extend_buckets"):
+        _at_least("rollout", self, 0, "shared_prefix", "candidates")
+        _choice("rollout", "admission", self.admission, ("safe", "estimate"))
+        _choice("rollout", "weight_layout", self.weight_layout, ("auto", "in_out", "out_in"))
+        for field in ("prompt_buckets", "extend_buckets", "pool_lengths", "attention_lengths"):
             value = getattr(self, field)
-            if not value or any(v < 1 for v in value) or list(value) != sorted(set(value)):
+            optional = field in ("pool_lengths", "attention_lengths")
+            if not (value or optional) or any(v < 1 for v in value) or list(value) != sorted(set(value)):
                 raise UserError(f"rollout.{field}={value} must be positive lengths in increasing order")
+        if len(self.pool_slots) != len(self.pool_lengths) or any(v < 1 for v in self.pool_slots):
+            raise UserError(f"rollout.pool_slots={self.pool_slots} must name the slots of each of pool_lengths={self.pool_lengths}")
+        if not self.call_deadline_s > 0:
+            raise UserError(f"rollout.call_deadline_s={self.call_deadline_s} must be positive")
 
 
 TIERS = ("ns-root", "userns", "landlock", "rlimits")  # of the Python tool's isolation, the strongest first
@@ -290,11 +308,14 @@ class StageConfig:
     max_tool_output_tokens: int = 32
     max_parallel_calls: int = 1
     temperature: float = 1.0
+    over_sample: int = 0  # further rollouts per prompt; those that have not ended when `group` have are cancelled
+    staleness: int = 0  # 1: a step's rollouts are sampled during the update before it, with the weights from before that update
     # objective
     objective: str | None = None  # a name in training.update.OBJECTIVES; None: the kind's own
     updates_per_rollout: int = 1
     clip_low: float = 0.2
     clip_high: float = 0.28
+    importance_cap: float = 0.0  # of the weights old / sampler on the loss, with old_logprobs=trainer; 0: no such weights
     loss_aggregation: str = "token_mean"
     normalize_std: bool = True
     # dynamic sampling
@@ -318,6 +339,9 @@ class StageConfig:
         _at_least(where, self, 1, "steps", "rows_per_step", "prompts_per_step", "group", "keep", "max_turns")
         _at_least(where, self, 1, "max_response_tokens", "max_tool_output_tokens", "max_parallel_calls", "updates_per_rollout")
         _at_least(where, self, 0, "warmup_steps", "clip_low", "clip_high", "filter_std", "refill_rounds", "temperature")
+        _at_least(where, self, 0, "over_sample", "importance_cap")
+        if self.staleness not in (0, 1):
+            raise UserError(f"{where}.staleness={self.staleness} must be 0 (on-policy) or 1 (one step off)")
         if self.keep > self.group:
             raise UserError(f"{where}.keep={self.keep} is more than {where}.group={self.group}: RoC keeps some of what was sampled")
         if self.kind in ("rl", "srl") and self.group < 2:
@@ -362,6 +386,11 @@ class RunConfig:
             if not stage.name or "." in stage.name or "/" in stage.name:
                 raise UserError(f"stage name {stage.name!r} must be a word without dots and slashes")
             stage.validate()
+            if stage.importance_cap and self.training.old_logprobs != "trainer":
+                raise UserError(
+                    f"stages.{stage.name}.importance_cap={stage.importance_cap} needs training.old_logprobs=trainer: the weights are "
+                    "the trainer's old probabilities over the sampler's"
+                )
         for before, stage in zip(self.stages, self.stages[1:], strict=False):
             if not stage.reset_optimizer and stage.optimizer != before.optimizer:
                 raise UserError(

@@ -341,9 +341,19 @@ class Sums:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: softmax(logits / temperature); temperature 0 is argmax."""
+    """How tokens are drawn: from p = softmax(logits / temperature), renormalised over the tokens that pass every filter;
+    temperature 0 is argmax. `top_k` (0: off) keeps the k most probable, `top_p` the most probable until their sum reaches it, and
+    `min_p` those at least that fraction as probable as the first. The most probable token always passes."""
 
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether any filter is on."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,11 +366,25 @@ class SampleKey:
     sample: int
 
 
+@dataclasses.dataclass(frozen=True)
+class SlotSpan:
+    """What a slot did from `start` to `stop` (seconds of a monotonic clock), for which prompt and rollout: `what` is "sample", "tool"
+    (its trajectory waits for an observation) or "idle" (placed, nothing asked yet)."""
+
+    pool: int
+    index: int
+    what: str
+    prompt: int
+    sample: int
+    start: float
+    stop: float
+
+
 class Slot(Protocol):
     """One trajectory's place in the engine: its KV cache and its random key."""
 
-    async def generate(self, max_new_tokens: int) -> Sampled:
-        """Sample until a stop id or `max_new_tokens`."""
+    async def generate(self, max_new_tokens: int, stop: Sequence[str] = ()) -> Sampled:
+        """Sample until a stop id, until the text holds one of `stop`, or `max_new_tokens`."""
         ...
 
     async def append(self, ids: Sequence[int]) -> None:
@@ -379,8 +403,9 @@ class Slot(Protocol):
 class Engine(Protocol):
     """Ids in, ids out: the engine never sees text."""
 
-    async def open(self, prompt_ids: Sequence[int], key: SampleKey, sampling: Sampling) -> Slot:
-        """Wait for a free slot, place the prompt in it. Raises `UserError` when the prompt cannot fit."""
+    async def open(self, prompt_ids: Sequence[int], key: SampleKey, sampling: Sampling, longest: int | None = None) -> Slot:
+        """Wait for a free slot, place the prompt in it. `longest`: tokens that the trajectory may come to hold (None: as many as a
+        slot takes). Raises `UserError` when the prompt cannot fit."""
         ...
 
 

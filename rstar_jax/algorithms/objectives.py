@@ -68,11 +68,16 @@ def policy_loss(
     aggregation: str = "token_mean",
     sequences_bt: Array | None = None,
     entropy_bt: Array | None = None,
+    sampler_logp_bt: Array | None = None,
+    importance_cap: float = 0.0,
 ) -> Sums:
     """Clipped policy-gradient loss with separate lower and upper clip ranges (clip-higher).
 
         rho_t  = exp(clamp(logp_t - old_logp_t, -20, 20))
-        loss_t = -min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)
+        loss_t = -w_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)
+
+    w_t = 1, or with `importance_cap` > 0 the truncated weight min(exp(old_logp_t - sampler_logp_t), importance_cap), a constant: for
+    rollouts of older weights, where `old_logp` is of the policy before the update and `sampler_logp` of the one that sampled.
 
     Args:
       logp_bt: [B, T] log-probs (nats) of the tokens under the policy that is trained.
@@ -84,6 +89,8 @@ def policy_loss(
       aggregation: of the loss, see `aggregate`. The metrics are token means always.
       sequences_bt: [B, T] int, see `aggregate`.
       entropy_bt: [B, T] entropies (nats) of the policy's token distributions, reported as a metric only.
+      sampler_logp_bt: [B, T] log-probs under the policy that sampled; needed with `importance_cap` only.
+      importance_cap: bound of the weights w_t; 0: no weights.
 
     Returns:
       Sums over the batch with the keys
@@ -92,9 +99,11 @@ def policy_loss(
         ratio: rho;
         approx_kl: the estimate `(rho - 1) - log rho` of KL(old || policy), never negative
           ("k3" of http://joschu.net/blog/kl-approx.html);
-        entropy: only when `entropy_bt` is given.
+        entropy: only when `entropy_bt` is given;
+        importance: w, only with `importance_cap`.
 
-    Reference: rStar2-Agent section 2.2, Eq. 6; Yu et al., DAPO (arXiv 2503.14476); Schulman et al., PPO (arXiv 1707.06347).
+    Reference: rStar2-Agent section 2.2, Eq. 6; Yu et al., DAPO (arXiv 2503.14476); Schulman et al., PPO (arXiv 1707.06347);
+    truncated importance weights: Ionides (2008), as used between behaviour and proximal policy in AReaL (arXiv 2505.24298).
     """
     chex.assert_rank(logp_bt, 2)
     chex.assert_equal_shape([logp_bt, old_logp_bt, trainable_bt])
@@ -113,6 +122,12 @@ def policy_loss(
     loss_bt = -advantage_bt * jnp.where(clipped_bt, jnp.clip(ratio_bt, low, high), ratio_bt)
 
     metrics = {"clip_fraction": clipped_bt, "ratio": ratio_bt, "approx_kl": ratio_bt - 1.0 - log_ratio_bt}
+    if importance_cap:
+        if sampler_logp_bt is None:
+            raise ValueError("importance_cap needs sampler_logp_bt")
+        drift_bt = jnp.clip(old_logp_bt - fill(sampler_logp_bt, mask_bt), -MAX_LOG_RATIO, MAX_LOG_RATIO)
+        metrics["importance"] = jax.lax.stop_gradient(jnp.minimum(jnp.exp(drift_bt), importance_cap))
+        loss_bt = metrics["importance"] * loss_bt
     if entropy_bt is not None:
         metrics["entropy"] = jnp.asarray(entropy_bt)
     tokens = masked_count(mask_bt)

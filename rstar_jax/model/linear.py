@@ -5,8 +5,8 @@ Shape legend: B batch, T length, D model width, F output features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -27,9 +27,33 @@ def parameter(
     return cast(jax.Array, module.param(name, nn.with_partitioning(initializer, axes), shape, jnp.dtype(dtype)))
 
 
+TRANSPOSED = "kernel_transposed"
+"""A kernel as [out, in], which rollouts may use in the place of "kernel"."""
+
+
+def transpose_kernels(layers: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Layers (in rollout form) with every `Linear`'s kernel stored [out, in]. Products with a few rows run about twice as fast on
+    CPUs so: the weights are the left operand, and each row of them is one dot product along memory."""
+
+    def turned(weights: Any) -> Any:
+        if not isinstance(weights, Mapping):
+            return weights
+        kernel = {TRANSPOSED: jnp.swapaxes(weights["kernel"], -1, -2)} if "kernel" in weights else {}
+        return {name: turned(value) for name, value in weights.items() if name != "kernel"} | kernel
+
+    return tuple(map(turned, layers))
+
+
+def times_transposed(x: jax.Array, w_oi: jax.Array) -> jax.Array:
+    """x [..., in] W^T for W [out, in], as (W x^T)^T."""
+    y_on = w_oi @ x.reshape(-1, x.shape[-1]).T
+    y_on = jax.lax.optimization_barrier(y_on)  # else XLA folds the transpositions into the product and turns it round again
+    return y_on.T.reshape(*x.shape[:-1], w_oi.shape[0])
+
+
 class Linear(nn.Module):
-    """y = x W + b with W stored [in, out]; `axes` are the logical names of W's two axes. Where the parameters hold an adapter (see
-    `lora.attach`), y = x W + adapter_scale (x A) B + b."""
+    """y = x W + b with W stored [in, out], or [out, in] under the name `TRANSPOSED`; `axes` are the logical names of W's two axes.
+    Where the parameters hold an adapter (see `lora.attach`), y = x W + adapter_scale (x A) B + b."""
 
     features: int
     axes: tuple[str, str]
@@ -40,8 +64,11 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        kernel = parameter(self, "kernel", scaled_normal(), self.axes, (x.shape[-1], self.features), self.param_dtype)
-        y = x @ kernel.astype(self.dtype)
+        if self.has_variable("params", TRANSPOSED):
+            y = times_transposed(x, self.get_variable("params", TRANSPOSED).astype(self.dtype))
+        else:
+            kernel = parameter(self, "kernel", scaled_normal(), self.axes, (x.shape[-1], self.features), self.param_dtype)
+            y = x @ kernel.astype(self.dtype)
         if self.has_variable("params", "adapter_a"):
             a: jax.Array = self.get_variable("params", "adapter_a")
             b: jax.Array = self.get_variable("params", "adapter_b")

@@ -52,6 +52,7 @@ class Context(NamedTuple):
     positions_bt: jax.Array
     valid_bt: jax.Array
     slots_b: jax.Array | None
+    reach: int | None  # cached positions that attention looks at; None: all
 
 
 class RMSNorm(nn.Module):
@@ -138,7 +139,8 @@ class Block(nn.Module):
             cache_k = kv_cache.write(layer_cache[0], k_btkd, all_slots, context.positions_bt, context.valid_bt)
             cache_v = kv_cache.write(layer_cache[1], v_btkd, all_slots, context.positions_bt, context.valid_bt)
             layer_cache = (cache_k, cache_v)
-            k_bkcd, v_bkcd = layer_cache if slots_b is None else (cache_k[slots_b], cache_v[slots_b])
+            rows = slice(None) if slots_b is None else slots_b
+            k_bkcd, v_bkcd = cache_k[rows, :, : context.reach], cache_v[rows, :, : context.reach]
         attended = attention(q_bthd, k_bkcd, v_bkcd, context.visibility, c.attention, c.attention_block).reshape(batch, length, -1)
         x_btd = x_btd + linear("o", c.d_model, ("heads", "embed"), c.o_bias)(attended)
 
@@ -184,7 +186,7 @@ def _init_boxed(config: ModelConfig, key: jax.Array) -> Any:
     x = jnp.zeros((1, 1, config.d_model), config.dtype)
     index = jnp.zeros((1, 1), jnp.int32)
     config = dataclasses.replace(config, attention="dense")  # which parameters there are does not depend on it
-    context = Context(rotation(config, index), causal(index), index, index == 0, None)
+    context = Context(rotation(config, index), causal(index), index, index == 0, None, None)
 
     def block(layer_key: jax.Array) -> Any:
         return Block(config).init(layer_key, x, context, None, None)["params"]
@@ -242,19 +244,21 @@ def forward(
     slots_b: Array | None = None,
     mesh: Mesh | None = None,
     experts_lbtk: Array | None = None,
+    reach: int | None = None,
 ) -> Output:
     """Hidden states [B, T, D] after the final norm, the updated cache, and the routing.
 
     Without a cache: causal attention within segments (0 is padding). With a cache: row b continues slot `slots_b[b]` (None:
     row b is slot b); its tokens are written at `positions_bt` where `segments_bt` > 0, and attend to positions 0..p of the
-    slot. `params["layers"]` may be stacked (scanned) or a tuple of layers (walked); a cache needs the latter. `experts_lbtk` replays
-    the experts of an earlier forward; -1 leaves the choice to the router.
+    slot, of which attention looks at the first `reach` alone (None: at all). `params["layers"]` may be stacked (scanned) or a tuple
+    of layers (walked); a cache needs the latter. `experts_lbtk` replays the experts of an earlier forward; -1 leaves the choice to
+    the router.
     """
     block = Block(config)
     tokens_bt, positions_bt, segments_bt = map(jnp.asarray, (tokens_bt, positions_bt, segments_bt))
-    visibility = causal(segments_bt) if cache is None else cached(positions_bt, cache[0][0].shape[2])
+    visibility = causal(segments_bt) if cache is None else cached(positions_bt, reach or cache[0][0].shape[2])
     slots = None if slots_b is None else jnp.asarray(slots_b)
-    context = Context(rotation(config, positions_bt), visibility, positions_bt, segments_bt > 0, slots)
+    context = Context(rotation(config, positions_bt), visibility, positions_bt, segments_bt > 0, slots, reach)
     x_btd = _ends(params, config, "embed", tokens_bt)
     x_btd = constrain(x_btd, mesh, ("batch", None, None))
 

@@ -64,7 +64,7 @@ async def evaluate_run(run: Run, state: TrainState) -> dict[str, float]:
     metrics: dict[str, float] = {}
     with watch("evaluation"):
         await run.load_engine(state.weights)
-        await run.on_device(run.engine.warm_up)
+        await run.warm_up_engine(agent)
         async with run.engine:
             for name, samples, temperature in modes:
                 groups = await evaluate(agent, problems, run.reward, samples=samples, temperature=temperature, seed=run.config.seed)

@@ -113,17 +113,18 @@ def _frozen(config: RunConfig, mesh: Mesh) -> qwen.Params:
 
 @contextlib.asynccontextmanager
 async def open_agent(
-    trained: Trained, budget: Budget, *, slots: int, longest_prompt: int, use_tools: bool, progress: Progress
+    trained: Trained, budget: Budget, *, slots: int, longest_prompt: int, use_tools: bool, progress: Progress, candidates: int = 0
 ) -> AsyncIterator[tuple[Agent, Reward]]:
     """A running agent with slots for prompts of up to `longest_prompt` tokens (and up to the next bucket's end) and the budget's
-    responses."""
+    responses. `candidates`: see `RolloutConfig`."""
     config = trained.config
     buckets = [SMALLEST_BUCKET]
     while buckets[-1] < longest_prompt:
         buckets.append(buckets[-1] * 2)
     rollout = dataclasses.replace(
-        config.rollout, slots=slots, prompt_buckets=tuple(buckets), max_prompt_tokens=longest_prompt, prefill_rows=min(4, slots)
-    )
+        config.rollout, slots=slots, prompt_buckets=tuple(buckets), max_prompt_tokens=longest_prompt, prefill_rows=min(4, slots),
+        pool_lengths=(), pool_slots=(), candidates=candidates,
+    )  # fmt: skip
     mesh = make_mesh(config.mesh)
     with concurrent.futures.ThreadPoolExecutor(1, "device") as device:
         async with open_tools(config, progress) as (tools, reward):
@@ -131,9 +132,13 @@ async def open_agent(
             capacity = buckets[-1] + budget.max_response_tokens  # prompts of another length compile nothing new
             engine = SlotEngine(config.model, rollout, capacity=capacity, stop_ids=trained.tokenizer.stop_ids, device=device, mesh=mesh)
             version = trained.position.global_step
-            device.submit(lambda: engine.load(rollout_params(trained.params, config.model, mesh), version)).result()
+            device.submit(
+                lambda: engine.load(rollout_params(trained.params, config.model, mesh, rollout.weight_layout), version)
+            ).result()
+            agent = Agent(engine, shown, trained.chat, trained.tokenizer, budget, rollout.call_deadline_s)
+            engine.share(agent.shared_prefix())
             async with engine:
-                yield Agent(engine, shown, trained.chat, trained.tokenizer, budget), reward
+                yield agent, reward
 
 
 @dataclasses.dataclass(frozen=True)

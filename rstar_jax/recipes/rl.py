@@ -6,8 +6,9 @@ as problems and similarity as the reward, SRL (SRL, section 4).
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,8 @@ from rstar_jax.recipes.evaluate import evaluate_run
 from rstar_jax.recipes.run import Run, Stopwatch, tool_schemas
 from rstar_jax.rewards.similarity import step_reward
 from rstar_jax.rollout.collect import collect
+from rstar_jax.rollout.device import Counters
+from rstar_jax.storage.timeline import write_timeline
 from rstar_jax.storage.trajectories import trajectory_record, write_trajectories
 from rstar_jax.text.chat import ChatFormat
 from rstar_jax.tools.python_tool import NAME
@@ -30,7 +33,7 @@ from rstar_jax.training.batching import Row, microbatch_shapes, microbatches, tr
 from rstar_jax.training.optimizer import learning_rate
 from rstar_jax.training.state import TrainState
 from rstar_jax.training.update import Update
-from rstar_jax.types import Finish, Group, Problem, PromptSource, Reward, Sampling, Trajectory, Verdict
+from rstar_jax.types import Finish, Group, Problem, PromptSource, Reward, Sampling, SlotSpan, Trajectory, Verdict
 
 RECORDED_GROUPS = 4  # groups of a step that are written to disk, readable
 RECORD_EVERY = 10  # steps
@@ -87,8 +90,39 @@ def expert_steps(config: RunConfig, run: Run, stage: StageConfig) -> list[Proble
     return [p for e in experts for p in dialogues.step_problems(e, run.chat, schemas, NAME, stage.target_steps)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """A step's rollouts: all groups, the live ones among them, the data position behind them, how many each filter dropped, what the
+    engine counted, and what its slots did (None: not recorded)."""
+
+    groups: list[Group]
+    live: list[Group]
+    consumed: int
+    dropped: dict[str, int]
+    counted: Counters
+    spans: list[SlotSpan] | None
+    seconds: float
+
+
+async def collect_step(
+    run: Run, stage: StageConfig, source: PromptSource, reward: Reward, step: int, consumed: int, *, use_tools: bool, timeline: bool
+) -> Collected:
+    """The rollouts of global step `step` from data position `consumed`, with the weights that the engine holds."""
+    watch = Stopwatch()
+    before = dataclasses.replace(run.engine.counters)
+    run.engine.timeline = [] if timeline else None
+    with watch("rollout"):
+        async with run.engine:
+            groups, live, consumed, dropped = await gather(run, stage, source, reward, step, consumed, use_tools=use_tools)
+    spans, run.engine.timeline = run.engine.timeline, None
+    after = run.engine.counters
+    names = [field.name for field in dataclasses.fields(after)]
+    counted = Counters(**{name: getattr(after, name) - getattr(before, name) for name in names})
+    return Collected(groups, live, consumed, dropped, counted, spans, watch.seconds["rollout_seconds"])
+
+
 async def gather(
-    run: Run, stage: StageConfig, source: PromptSource, reward: Reward, consumed: int, *, use_tools: bool
+    run: Run, stage: StageConfig, source: PromptSource, reward: Reward, step: int, consumed: int, *, use_tools: bool
 ) -> tuple[list[Group], list[Group], int, dict[str, int]]:
     """All groups of a step, the live ones among them, the new data position, and how many were dropped by each filter.
 
@@ -115,8 +149,9 @@ async def gather(
             reward=reward,
             samples=stage.group,
             seed=run.config.seed,
-            step=run.position.global_step,
+            step=step,
             sampling=sampling,
+            over_sample=stage.over_sample,
         )
         kept, counts = apply_filters(groups, filters)
         everything += groups
@@ -137,7 +172,12 @@ def update_rows(chosen: Sequence[Chosen], updates: int) -> list[list[Row]]:
 
 
 async def rl_stage(run: Run, stage: StageConfig, update: Update, state: TrainState) -> TrainState:
-    """Train from the run's position to the end of the stage; `stage.kind` is `rl` or `srl`."""
+    """Train from the run's position to the end of the stage; `stage.kind` is `rl` or `srl`.
+
+    With `stage.staleness=1` a step's rollouts are sampled while the step before it is trained on, with the weights from before that
+    update. Not so where a checkpoint or an evaluation stands between the two: the step behind it is on-policy, and therefore a
+    resumed run is the same run.
+    """
     config, training, index = run.config, run.config.training, run.position.stage
     srl = stage.kind == "srl"
     instances = expert_steps(config, run, stage) if srl else None
@@ -147,19 +187,30 @@ async def rl_stage(run: Run, stage: StageConfig, update: Update, state: TrainSta
     nominal_rows = -(-stage.prompts_per_step // stage.updates_per_rollout) * stage.keep
 
     await run.load_engine(state.weights)
-    await run.on_device(run.engine.warm_up)
+    await run.warm_up_engine(run.agent(stage, use_tools=not srl))
     trainer_old = training.old_logprobs == "trainer"
     shapes = microbatch_shapes(training.buckets, training.microbatch_tokens, nominal_rows, update.shards)
     await run.on_device(update.warm_up, state, shapes, trainer_old)
     run.progress.start(stage.name, stage.steps, run.position.stage_step)
+
+    def rollouts(step: int, consumed: int) -> Coroutine[Any, Any, Collected]:
+        global_step, recorded = run.position.global_step + step - run.position.stage_step, _recorded(stage, step)
+        return collect_step(run, stage, source, reward, global_step, consumed, use_tools=not srl, timeline=recorded)
+
+    ahead: asyncio.Task[Collected] | None = None
     for step in range(run.position.stage_step, stage.steps):
         watch = Stopwatch()
         with watch("sync"):
-            await run.load_engine(state.weights)
-        with watch("rollout"):
-            before = dataclasses.replace(run.engine.counters)
-            async with run.engine:
-                groups, live, consumed, dropped = await gather(run, stage, source, reward, run.position.consumed, use_tools=not srl)
+            if ahead is None:
+                await run.load_engine(state.weights)
+        with watch("wait"):  # on-policy, for the whole rollout
+            collected = await (rollouts(step, run.position.consumed) if ahead is None else ahead)
+        ahead = None
+        if stage.staleness and step + 1 < stage.steps and not _stands_between(config, stage, step):
+            with watch("sync"):
+                await run.load_engine(state.weights)
+            ahead = asyncio.create_task(rollouts(step + 1, collected.consumed))
+        groups, live, consumed, dropped = collected.groups, collected.live, collected.consumed, collected.dropped
         chosen = [choose(group, stage, _roc_rng(config.seed, run.position.global_step, i), run.chat) for i, group in enumerate(live)]
         with watch("update"):
             rows = update_rows(chosen, stage.updates_per_rollout)
@@ -175,22 +226,26 @@ async def rl_stage(run: Run, stage: StageConfig, update: Update, state: TrainSta
                 )
                 for part in rows
             ]
-            state, means = await run.on_device(update.steps, state, batches, trainer_old)
+            try:
+                state, means = await run.on_device(update.steps, state, batches, trainer_old)
+            except BaseException:
+                if ahead is not None:
+                    ahead.cancel()
+                raise
         updates = int(state.updates)
         run.advance(index, step + 1, consumed)
         metrics = step_metrics(groups, live, dropped, stage) | means | {"learning_rate": float(rate(step * stage.updates_per_rollout))}
-        metrics |= {"updates": float(updates)} | _engine_metrics(before, run.engine.counters)
+        metrics |= {"updates": float(updates)} | _engine_metrics(collected.counted) | staleness(groups, run.position.global_step - 1)
         if not live:
             reasons = ", ".join(f"{count} {name}" for name, count in dropped.items())
             run.progress.say(f"{stage.name} step {step + 1}: none of {len(groups)} groups has contrast ({reasons}); no update")
-        # a prompt is prefilled again for those of its group that find no free slot at first: a count that hangs on timing
-        prefilled = float(run.engine.counters.prefilled_tokens - before.prefilled_tokens)
-        timing = {**watch.seconds, **_throughput(metrics, watch.seconds), "engine/prefilled_tokens": prefilled}
+        timing = {**watch.seconds, "rollout_seconds": collected.seconds, **_timing(collected)}
         run.log("train", metrics, timing)
-        if step % RECORD_EVERY == 0 or step + 1 == stage.steps:
+        if _recorded(stage, step):
             record(run, stage, step + 1, groups, chosen)
+            write_timeline(run.workdir, stage.name, step + 1, collected.spans or [])
         run.progress.step({"reward": metrics["reward"], "tool_errors": metrics["tool_error_share"]})
-        if config.evaluation.every and step + 1 < stage.steps and (step + 1) % config.evaluation.every == 0:
+        if _evaluation_due(config, stage, step):
             await evaluate_run(run, state)
         if run.save_due(stage):
             await run.save(state)
@@ -217,16 +272,41 @@ def step_metrics(groups: Sequence[Group], live: Sequence[Group], dropped: Mappin
     return metrics
 
 
-def _engine_metrics(before: Any, after: Any) -> dict[str, float]:
-    return {
-        f"engine/{field.name}": float(getattr(after, field.name) - getattr(before, field.name))
-        for field in dataclasses.fields(after)
-        if field.name in ("sampled_tokens", "extended_tokens", "trajectories")
+_DETERMINISTIC = ("sampled_tokens", "extended_tokens", "trajectories", "prefilled_tokens", "recomputed_tokens")
+"""Counts of the engine that do not hang on when tools answer, as long as no rollout is cancelled."""
+
+
+def _engine_metrics(counted: Counters) -> dict[str, float]:
+    return {f"engine/{name}": float(getattr(counted, name)) for name in _DETERMINISTIC}
+
+
+def _timing(collected: Collected) -> dict[str, float]:
+    """What hangs on timing: the engine's other counts, and its speed."""
+    rest = {k: v for k, v in dataclasses.asdict(collected.counted).items() if k not in _DETERMINISTIC}
+    return {f"engine/{k}": float(v) for k, v in rest.items()} | {
+        "tokens_per_second": collected.counted.sampled_tokens / collected.seconds
     }
 
 
-def _throughput(metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
-    return {"tokens_per_second": metrics["engine/sampled_tokens"] / seconds["rollout_seconds"]}
+def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """How many updates old the weights were that sampled a step's tokens, when the weights to be trained were of `version`."""
+    versions = [t.versions[t.trainable] for group in groups for t in group.trajectories]
+    age = version - np.concatenate(versions or [np.zeros(0)])
+    return {"staleness/mean": float(age.mean()), "staleness/max": float(age.max())} if age.size else {}
+
+
+def _recorded(stage: StageConfig, step: int) -> bool:
+    return step % RECORD_EVERY == 0 or step + 1 == stage.steps
+
+
+def _evaluation_due(config: RunConfig, stage: StageConfig, step: int) -> bool:
+    every = config.evaluation.every
+    return bool(every) and step + 1 < stage.steps and (step + 1) % every == 0
+
+
+def _stands_between(config: RunConfig, stage: StageConfig, step: int) -> bool:
+    """Whether a checkpoint or an evaluation stands between this step of the stage and the next."""
+    return (step + 1) % config.training.save_every == 0 or _evaluation_due(config, stage, step)
 
 
 def record(run: Run, stage: StageConfig, step: int, groups: Sequence[Group], chosen: Sequence[Chosen]) -> None:

@@ -72,7 +72,8 @@ class Run:
         """Weights flow one way: trained parameters to the engine's copy, whose version is the number of steps so far."""
 
         def load() -> None:
-            self.engine.load(rollout_params(params, self.config.model, self.mesh), self.position.global_step)
+            weights = rollout_params(params, self.config.model, self.mesh, self.config.rollout.weight_layout)
+            self.engine.load(weights, self.position.global_step)
 
         await self.on_device(load)
 
@@ -85,7 +86,12 @@ class Run:
             max_tool_output_tokens=stage.max_tool_output_tokens,
             max_parallel_calls=stage.max_parallel_calls,
         )
-        return Agent(self.engine, self.tools, self.chat, self.tokenizer, budget)
+        return Agent(self.engine, self.tools, self.chat, self.tokenizer, budget, self.config.rollout.call_deadline_s)
+
+    async def warm_up_engine(self, agent: Agent) -> None:
+        """Compile what the agent's rollouts need, the prefix of its prompts included."""
+        self.engine.share(agent.shared_prefix())
+        await self.on_device(self.engine.warm_up)
 
     def advance(self, stage: int, stage_step: int, consumed: int) -> None:
         """Move the position to the end of the step that was just taken."""

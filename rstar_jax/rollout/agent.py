@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from rstar_jax.text.chat import ChatFormat
@@ -49,6 +50,7 @@ class Agent:
     chat: ChatFormat
     tokenizer: Tokenizer
     budget: Budget
+    call_deadline_s: float = math.inf  # a tool call without an answer for so long fails the trajectory
     watch: Callable[[Trajectory], None] | None = None  # called after every turn and after every answer of the tool
 
     def prompt_ids(self, problem: Problem) -> list[int]:
@@ -65,10 +67,18 @@ class Agent:
             )
         return ids
 
+    def shared_prefix(self) -> list[int]:
+        """The ids that prompts begin with, whatever the question: system text, tool schemas, and the opening of the user's turn."""
+        schemas = [tool.schema for tool in self.tools.values()]
+        first, *others = (self.tokenizer.encode(self.chat.prompt(question, schemas)) for question in ("0", "Aa", "?"))
+        same = (len(set(ids)) == 1 for ids in zip(first, *others, strict=False))
+        return first[: sum(itertools.takewhile(bool, same))]
+
     async def run(self, problem: Problem, key: SampleKey, sampling: Sampling) -> Trajectory:
         """One whole rollout. Infrastructure failures end it as `FAILED` (its verdict will be unknown); nothing else is caught."""
         trajectory = Trajectory(problem, key.sample, self.prompt_ids(problem))
-        slot = await self.engine.open(trajectory.ids.tolist(), key, sampling)
+        ids = trajectory.ids.tolist()
+        slot = await self.engine.open(ids, key, sampling, len(ids) + self.budget.max_response_tokens)
         try:
             async with self._own_tools() as tools:
                 trajectory.close(await dataclasses.replace(self, tools=tools)._converse(trajectory, slot))
@@ -140,7 +150,14 @@ class Agent:
 
     async def _execute(self, call: ParsedCall) -> ToolRecord:
         tool = self.tools[call.name]
-        result = await tool.call(call.arguments)
+        deadline = None if math.isinf(self.call_deadline_s) else self.call_deadline_s
+        try:
+            async with asyncio.timeout(deadline) as waiting:
+                result = await tool.call(call.arguments)
+        except TimeoutError:
+            if not waiting.expired():
+                raise  # the tool's own
+            raise InfrastructureError(f"{call.name} gave no answer for {deadline} seconds (rollout.call_deadline_s)") from None
         executed = result.status is not ToolStatus.REJECTED
         return self._record(call, result.status, tool.format(result), executed=executed, seconds=result.seconds)
 

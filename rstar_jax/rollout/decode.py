@@ -15,15 +15,37 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from rstar_jax.config import ModelConfig
 from rstar_jax.model import kv_cache, qwen
 from rstar_jax.model.sharding import ROLLOUT_RULES, constrain
-from rstar_jax.types import Array
+from rstar_jax.types import Array, Sampling
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Filters:
+    """`types.Sampling` of several slots, as arrays."""
+
+    temperature: Array  # float32, 0 for greedy
+    top_k: Array  # int32, 0: off
+    top_p: Array  # float32, 1: off
+    min_p: Array  # float32, 0: off
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling]) -> Filters:
+        return cls(
+            np.array([s.temperature for s in samplings], np.float32),
+            np.array([s.top_k for s in samplings], np.int32),
+            np.array([s.top_p for s in samplings], np.float32),
+            np.array([s.min_p for s in samplings], np.float32),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -37,7 +59,7 @@ class DecodeState:
     active_s: jax.Array  # bool [S], True while a slot is sampling
     remaining_s: jax.Array  # int32 [S], tokens that the slot may still sample in this turn
     key_s: jax.Array  # uint32 [S, 2], the trajectory's random key
-    temperature_s: jax.Array  # float32 [S], 0 for greedy
+    sampling: Filters  # [S] each
 
 
 @functools.partial(jax.jit, static_argnames=("config", "slots", "capacity", "mesh"))
@@ -50,7 +72,7 @@ def empty_state(config: ModelConfig, slots: int, capacity: int, mesh: Mesh | Non
         active_s=jnp.zeros(slots, bool),
         remaining_s=jnp.zeros(slots, jnp.int32),
         key_s=jnp.zeros((slots, 2), jnp.uint32),
-        temperature_s=jnp.ones(slots, jnp.float32),
+        sampling=Filters(jnp.ones(slots), jnp.zeros(slots, jnp.int32), jnp.ones(slots), jnp.zeros(slots)),
     )
     return pin(state, mesh)
 
@@ -59,14 +81,12 @@ def pin(state: DecodeState, mesh: Mesh | None) -> DecodeState:
     """Slots over the data axes, heads over tensor: the same partition after every program, so that none is compiled twice."""
     if mesh is None or mesh.size == 1:
         return state
-    cache_axes = ("slots", "kv_heads", None, None)
-    cache = jax.tree.map(lambda x: constrain(x, mesh, cache_axes, ROLLOUT_RULES), state.cache)
-    rest = {
-        field.name: constrain(value, mesh, ("slots",) + (None,) * (value.ndim - 1), ROLLOUT_RULES)
-        for field in dataclasses.fields(state)
-        if field.name != "cache" and (value := getattr(state, field.name)) is not None
-    }
-    return DecodeState(cache=cache, **rest)
+
+    def one(x: jax.Array) -> jax.Array:
+        rest = ("kv_heads", None, None) if x.ndim == 4 else (None,) * (x.ndim - 1)
+        return constrain(x, mesh, ("slots", *rest), ROLLOUT_RULES)
+
+    return jax.tree.map(one, state)
 
 
 def trajectory_keys(key_parts_n4: Array) -> jax.Array:
@@ -105,15 +125,37 @@ def inverse_cdf(probabilities_sv: jax.Array, uniform_s: jax.Array) -> jax.Array:
     return b_s * width + first_above(jnp.cumsum(p_sw, axis=-1), rest_s, p_sw)
 
 
-def sample(logits_sv: jax.Array, temperature_s: jax.Array, key_s: jax.Array, position_s: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Tokens [S] drawn from softmax(logits / temperature) and their log-probs under it; argmax where the temperature is 0
-    (its log-prob is that of temperature 1). The draw depends on (key, position) alone."""
-    greedy_s = temperature_s <= 0
-    scaled_sv = logits_sv / jnp.where(greedy_s, 1.0, temperature_s)[:, None]
+def sample(
+    logits_sv: jax.Array, sampling: Filters, key_s: jax.Array, position_s: jax.Array, candidates: int = 0
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens [S] drawn as `types.Sampling` says, and their log-probs under softmax(logits / temperature): that of the distribution
+    which training uses, filters or not (of temperature 1 where it is 0). The draw depends on (key, position) alone.
+
+    Filters look at the `candidates` most probable tokens, never at more; with 0 there are none, and none are applied.
+    """
+    greedy_s = sampling.temperature <= 0
+    scaled_sv = logits_sv / jnp.where(greedy_s, 1.0, sampling.temperature)[:, None]
     log_p_sv = jax.nn.log_softmax(scaled_sv, axis=-1)
     uniform_s = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(key_s, position_s)
-    token_s = jnp.where(greedy_s, jnp.argmax(scaled_sv, axis=-1), inverse_cdf(jnp.exp(log_p_sv), uniform_s))
+    token_s = inverse_cdf(jnp.exp(log_p_sv), uniform_s)
+    if candidates:
+        chosen_s, filtered_s = _filtered(log_p_sv, sampling, uniform_s, min(candidates, log_p_sv.shape[1]))
+        token_s = jnp.where(filtered_s, chosen_s, token_s)
+    token_s = jnp.where(greedy_s, jnp.argmax(scaled_sv, axis=-1), token_s)
     return token_s.astype(jnp.int32), jnp.take_along_axis(log_p_sv, token_s[:, None], axis=-1)[:, 0]
+
+
+def _filtered(log_p_sv: jax.Array, sampling: Filters, uniform_s: jax.Array, candidates: int) -> tuple[jax.Array, jax.Array]:
+    """Tokens [S] drawn from what passes the filters, and whether any filter is on [S]."""
+    log_p_sk, index_sk = jax.lax.top_k(log_p_sv, candidates)
+    p_sk = jnp.exp(log_p_sk)
+    rank_k = jnp.arange(candidates)
+    top_k_s = jnp.where(sampling.top_k > 0, sampling.top_k, candidates)
+    before_sk = jnp.cumsum(p_sk, axis=-1) - p_sk
+    passes_sk = (rank_k < top_k_s[:, None]) & (before_sk < sampling.top_p[:, None]) & (p_sk >= sampling.min_p[:, None] * p_sk[:, :1])
+    place_s = inverse_cdf(jnp.where(passes_sk | (rank_k == 0), p_sk, 0.0), uniform_s)
+    filtered_s = jnp.asarray(sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    return jnp.take_along_axis(index_sk, place_s[:, None], axis=-1)[:, 0], filtered_s
 
 
 def _continue(
@@ -124,9 +166,10 @@ def _continue(
     segments: Array,
     cache: kv_cache.Cache,
     slots: Array | None = None,
+    reach: int | None = None,
 ) -> tuple[jax.Array, kv_cache.Cache, jax.Array | None]:
     """Hidden states and cache of `qwen.forward`, and the chosen experts int16 [B, T, L, k] (None without experts)."""
-    out = qwen.forward(params, config, tokens, positions, segments, cache, slots)
+    out = qwen.forward(params, config, tokens, positions, segments, cache, slots, reach=reach)
     assert out.cache is not None
     return out.hidden_btd, out.cache, None if out.routing is None else _by_token(out.routing.chosen_lbtk)
 
@@ -137,13 +180,23 @@ def _by_token(chosen_lbtk: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("config", "mesh"))
 def prefill(
-    params: qwen.Params, config: ModelConfig, tokens_np: Array, count_n: Array, mesh: Mesh | None = None
+    params: qwen.Params,
+    config: ModelConfig,
+    tokens_np: Array,
+    count_n: Array,
+    prefix: kv_cache.Cache | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[kv_cache.Cache, jax.Array | None]:
-    """Cache rows [N, K, P, D] of N fresh prompts of `count_n` tokens each, padded to P, and their experts [N, P, L, k]."""
+    """Cache rows [N, K, P0 + P, D] of N prompts: what `prefix` holds (one row of P0 positions, all real; None: nothing) and
+    `count_n` tokens each behind it, padded to P; and the experts [N, P, L, k] of the latter."""
     rows, length = tokens_np.shape
-    positions_np = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    segments_np = (positions_np < count_n[:, None]).astype(jnp.int32)
-    cache = kv_cache.empty_cache(config, rows, length)
+    shared = 0 if prefix is None else prefix[0][0].shape[2]
+    offset = jnp.arange(length)
+    positions_np = jnp.broadcast_to(shared + offset, (rows, length))
+    segments_np = (offset < count_n[:, None]).astype(jnp.int32)
+    cache = kv_cache.empty_cache(config, rows, shared + length)
+    if prefix is not None:
+        cache = jax.tree.map(lambda new, old: new.at[:, :, :shared].set(old), cache, prefix)
     return _continue(params, config, tokens_np, positions_np, segments_np, cache)[1:]
 
 
@@ -156,17 +209,33 @@ def insert(
     count_n: Array,
     last_token_n: Array,
     key_parts_n4: Array,
-    temperature_n: Array,
+    sampling: Filters,
     mesh: Mesh | None = None,
 ) -> DecodeState:
-    """Place prefilled rows in slots: slot `slots_n[i]` gets row `source_n[i]`, so that one prompt serves a whole group.
+    """Place cache rows in slots: slot `slots_n[i]` gets row `source_n[i]`, so that one prompt serves a whole group.
 
-    `count_n` tokens of the row are real and `last_token_n` follows them. A slot number of S drops the entry.
+    `count_n` tokens of the row are real and `last_token_n` follows them. A slot number of S drops the entry. What a row has beyond
+    the capacity is left out.
     """
-    length = rows[0][0].shape[2]
+    return _place(state, rows, source_n, slots_n, count_n, last_token_n, key_parts_n4, sampling, mesh)
+
+
+def _place(
+    state: DecodeState,
+    rows: kv_cache.Cache,
+    source_n: Array,
+    slots_n: Array,
+    count_n: Array,
+    last_token_n: Array,
+    key_parts_n4: Array,
+    sampling: Filters,
+    mesh: Mesh | None,
+) -> DecodeState:
+    capacity = state.cache[0][0].shape[2]
 
     def place(cache: jax.Array, new: jax.Array) -> jax.Array:
-        return cache.at[slots_n, :, :length].set(new[source_n], mode="drop")
+        new = new[source_n, :, :capacity]
+        return cache.at[slots_n, :, : new.shape[2]].set(new, mode="drop")
 
     return pin(
         DecodeState(
@@ -176,13 +245,51 @@ def insert(
             active_s=state.active_s.at[slots_n].set(False, mode="drop"),
             remaining_s=state.remaining_s.at[slots_n].set(0, mode="drop"),
             key_s=state.key_s.at[slots_n].set(trajectory_keys(key_parts_n4), mode="drop"),
-            temperature_s=state.temperature_s.at[slots_n].set(temperature_n, mode="drop"),
+            sampling=jax.tree.map(lambda old, new: old.at[slots_n].set(new, mode="drop"), state.sampling, sampling),
         ),
         mesh,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("reach",))
+def take(state: DecodeState, slots_n: Array, reach: int) -> kv_cache.Cache:
+    """The first `reach` positions of N slots, as cache rows [N, K, reach, D] that `insert` accepts: here, in a state of another
+    capacity, or after a stay in the host's memory. Evicting is `take` to the host, restoring is `insert` from there."""
+    return jax.tree.map(lambda cache: cache[slots_n, :, :reach], state.cache)
+
+
+@functools.partial(jax.jit, static_argnames=("reach", "mesh"), donate_argnames=("state",))
+def fork(
+    state: DecodeState,
+    source_n: Array,
+    slots_n: Array,
+    count_n: Array,
+    last_token_n: Array,
+    key_parts_n4: Array,
+    sampling: Filters,
+    reach: int,
+    mesh: Mesh | None = None,
+) -> DecodeState:
+    """`insert` of the first `count_n` <= reach tokens of other slots `source_n` of the same state. A slot may be its own source."""
+    rows = jax.tree.map(lambda cache: cache[source_n, :, :reach], state.cache)
+    everyone = jnp.arange(source_n.shape[0])
+    return _place(state, rows, everyone, slots_n, count_n, last_token_n, key_parts_n4, sampling, mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))
+def rewind(state: DecodeState, slots_n: Array, count_n: Array, last_token_n: Array, mesh: Mesh | None = None) -> DecodeState:
+    """Let N slots hold only their first `count_n` tokens, followed by `last_token_n`, and halt them. Nothing has to be erased: what
+    lies beyond a slot's length is never seen. A slot number of S drops the entry."""
+    state = dataclasses.replace(
+        state,
+        length_s=state.length_s.at[slots_n].set(count_n, mode="drop"),
+        last_token_s=state.last_token_s.at[slots_n].set(last_token_n, mode="drop"),
+        active_s=state.active_s.at[slots_n].set(False, mode="drop"),
+    )
+    return pin(state, mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "reach", "mesh"), donate_argnames=("state",))
 def extend(
     params: qwen.Params,
     config: ModelConfig,
@@ -191,18 +298,20 @@ def extend(
     tokens_mp: Array,
     count_m: Array,
     last_token_m: Array,
+    reach: int | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[DecodeState, jax.Array | None]:
     """Append `count_m` tokens (padded to P) behind what M slots hold, without touching the rest; `last_token_m` follows them.
 
-    The first appended token is the slot's old `last_token`. A slot number of S drops the row. Returns the state and the appended
+    The first appended token is the slot's old `last_token`. A slot number of S drops the row. Attention looks at the first `reach`
+    positions, which must hold all that the rows come to hold (None: at all). Returns the state and the appended
     tokens' experts [M, P, L, k].
     """
     slots, length = state.length_s.shape[0], tokens_mp.shape[1]
     offset = jnp.arange(length)
     positions_mp = state.length_s[jnp.minimum(slots_m, slots - 1)][:, None] + offset
     segments_mp = (offset < count_m[:, None]).astype(jnp.int32)
-    _, cache, experts = _continue(params, config, tokens_mp, positions_mp, segments_mp, state.cache, slots_m)
+    _, cache, experts = _continue(params, config, tokens_mp, positions_mp, segments_mp, state.cache, slots_m, reach)
     state = dataclasses.replace(
         state,
         cache=cache,
@@ -224,7 +333,7 @@ class Chunk:
     experts_nslk: jax.Array | None  # int16 [n, S, L, k], of the token that was fed at each step; None without experts
 
 
-@functools.partial(jax.jit, static_argnames=("config", "chunk", "stop_ids", "mesh"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("config", "chunk", "stop_ids", "candidates", "reach", "mesh"), donate_argnames=("state",))
 def decode_chunk(
     params: qwen.Params,
     config: ModelConfig,
@@ -232,12 +341,15 @@ def decode_chunk(
     start_s: Array,
     chunk: int,
     stop_ids: tuple[int, ...],
+    candidates: int = 0,
+    reach: int | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[DecodeState, Chunk]:
     """Sample up to `chunk` tokens in every active slot.
 
     `start_s` > 0 lets a slot begin a turn of at most that many tokens, -1 halts it, 0 leaves it as it is. A slot goes inactive
-    inside the chunk at a stop id or at its budget; the loop ends early when none is active.
+    inside the chunk at a stop id or at its budget; the loop ends early when none is active. `candidates`: see `sample`. Attention looks
+    at the first `reach` positions, which must hold all that active slots come to hold (None: at all).
     """
     slots = state.length_s.shape[0]
     state = dataclasses.replace(
@@ -259,10 +371,16 @@ def decode_chunk(
         state, out = carry
         i, active = out.steps, state.active_s
         hidden, cache, experts = _continue(
-            params, config, state.last_token_s[:, None], state.length_s[:, None], active[:, None].astype(jnp.int32), state.cache
+            params,
+            config,
+            state.last_token_s[:, None],
+            state.length_s[:, None],
+            active[:, None].astype(jnp.int32),
+            state.cache,
+            reach=reach,
         )
         logits_sv = qwen.logits(params, config, hidden[:, 0])
-        token_s, logp_s = sample(logits_sv, state.temperature_s, state.key_s, state.length_s + 1)
+        token_s, logp_s = sample(logits_sv, state.sampling, state.key_s, state.length_s + 1, candidates)
         remaining_s = state.remaining_s - active
         ended_s = (token_s[:, None] == stops).any(-1) | (remaining_s <= 0)
         out = Chunk(

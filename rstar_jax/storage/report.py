@@ -20,7 +20,7 @@ import markupsafe
 import numpy as np
 
 from rstar_jax.config import differences
-from rstar_jax.storage import figures, viewer
+from rstar_jax.storage import figures, timeline, viewer
 from rstar_jax.storage.metrics import MetricsRow, read_metrics, write_atomically
 from rstar_jax.types import UserError
 
@@ -333,6 +333,16 @@ def _comparison(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
+def _timelines(workdir: str | os.PathLike[str], run: Run) -> list[dict[str, Any]]:
+    """A picture of the newest recorded step of every stage that has one."""
+    found = [(stage, timeline.last_timeline(workdir, stage)) for stage in run.stages]
+    return [
+        {"stage": stage, "step": last["step"], "svg": markupsafe.Markup(timeline.timeline_svg(last["spans"]))}
+        for stage, last in found
+        if last is not None and last["spans"]
+    ]
+
+
 def build_report(workdir: str | os.PathLike[str], compare: Sequence[str | os.PathLike[str]] = ()) -> str:
     """The page of the run in `workdir`, its curves over those of the runs in `compare`. Raises `UserError` for a directory that
     holds no run."""
@@ -354,6 +364,7 @@ def build_report(workdir: str | os.PathLike[str], compare: Sequence[str | os.Pat
         table=evaluation_table([(evaluated.when, evaluated.metrics) for evaluated in found]),
         comparison=_comparison(runs) if compare else None,
         configuration=configuration(run.config),
+        timelines=_timelines(workdir, run),
         embedded=embedded,
         data=markupsafe.Markup(embedded.data),
     )

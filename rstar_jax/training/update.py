@@ -61,6 +61,8 @@ def _clip_higher(stage: StageConfig) -> LossFn:
             clip_high=stage.clip_high,
             aggregation=stage.loss_aggregation,
             sequences_bt=batch.segments_bt,
+            sampler_logp_bt=batch.sampler_logp_bt,
+            importance_cap=stage.importance_cap,
         )
 
     return loss

@@ -9,7 +9,7 @@ class ScriptedSlot:
     def __init__(self, engine, prompt_ids):
         self.engine, self.held, self.turn, self.closed = engine, list(prompt_ids), 0, False
 
-    async def generate(self, max_new_tokens):
+    async def generate(self, max_new_tokens, stop=()):
         script = self.engine.script
         ids = tuple(script(self.turn) if callable(script) else script[self.turn])
         self.turn += 1
@@ -34,6 +34,6 @@ class ScriptedEngine:
     def __init__(self, script, stop_ids):
         self.script, self.stop_ids, self.slots = script, stop_ids, []
 
-    async def open(self, prompt_ids, key, sampling):
+    async def open(self, prompt_ids, key, sampling, longest=None):
         self.slots.append(ScriptedSlot(self, prompt_ids))
         return self.slots[-1]

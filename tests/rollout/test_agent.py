@@ -110,7 +110,7 @@ def test_the_prompt_of_a_turn_extends_that_of_the_turn_before():
     lengths = []
 
     class Watching(ScriptedEngine):
-        async def open(self, prompt_ids, key, sampling):
+        async def open(self, prompt_ids, key, sampling, longest=None):
             slot = await super().open(prompt_ids, key, sampling)
             generate = slot.generate
 

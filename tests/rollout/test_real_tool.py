@@ -47,7 +47,7 @@ class Engine(ScriptedEngine):
         super().__init__(None, TOKENIZER.stop_ids)
         self.scripts = scripts
 
-    async def open(self, prompt_ids, key, sampling):
+    async def open(self, prompt_ids, key, sampling, longest=None):
         self.slots.append(ScriptedSlot(ScriptedEngine(self.scripts[key.prompt], self.stop_ids), prompt_ids))
         return self.slots[-1]
 

@@ -288,7 +288,7 @@ class Device:
             self.counters.forks += 1
             self.counters.shared_tokens += content.count
             self.counters.device_bytes += kv_cache.cache_bytes(self._model, 1, reach)
-            if self.experts_recorded and owner is not content.owner:
+            if self.experts_recorded:
                 experts.append((content.owner, owner, content.count))
         for (pool, reach), group in within.items():
             for part in parts(group, self._fork_width):

@@ -40,7 +40,7 @@ class _Family:
 
     waiting: dict[EngineSlot, None] = dataclasses.field(default_factory=dict)
     holders: dict[EngineSlot, None] = dataclasses.field(default_factory=dict)
-    residue: Place | None = None
+    residue: tuple[Place, EngineSlot] | None = None  # and who left it
 
 
 class EngineSlot:
@@ -309,14 +309,14 @@ class SlotEngine:
         family = self._families[slot.prompt]
         was_holder = family.holders.pop(slot, False) is None
         if was_holder and not family.holders and family.waiting and family.residue is None:
-            family.residue = place
+            family.residue = (place, slot)
         else:
             self._scheduler.release(place)
         self._forget(slot.prompt, family)
 
     def _forget(self, prompt: tuple[int, ...], family: _Family) -> None:
         if not family.waiting and family.residue is not None:
-            self._scheduler.release(family.residue)
+            self._scheduler.release(family.residue[0])
             family.residue = None
         if not family.waiting and not family.holders and self._families.get(prompt) is family:
             del self._families[prompt]
@@ -325,8 +325,8 @@ class SlotEngine:
         assert slot.place is not None
         return Content(slot.place, slot.fed, slot.ids[slot.fed], slot.key, slot.sampling, slot)
 
-    def _build(self, in_flight: int) -> Plan:
-        """What the device does next. Decides, and assumes that it is done; `in_flight` chunks have not been looked at."""
+    def _place(self) -> Plan:
+        """The first half of a plan: who is in which slot. Decides, and assumes that it is done."""
         plan = Plan()
         for slot in self._rewound:
             if slot.place is not None:
@@ -335,6 +335,10 @@ class SlotEngine:
         self._make_room(plan)
         self._evict_idle(plan)
         self._admit(plan)
+        return plan
+
+    def _complete(self, plan: Plan, in_flight: int) -> Plan:
+        """The second half: what those in slots do. `in_flight` chunks have not been looked at."""
         self._work(plan)
         for place, (slot, _) in self._sampling.items():
             most = min(len(slot.ids) + (in_flight + 1) * self._rollout.chunk, self._scheduler.length(place))
@@ -353,7 +357,7 @@ class SlotEngine:
                 if slot.parked is not None and not slot.request.begun:
                     self._ask_again(slot)
                 continue
-            need = len(slot.ids) + (slot._wanted > 0)
+            need = self._room(slot)
             if need <= self._scheduler.length(slot.place):
                 continue
             place = self._scheduler.claim(max(need, self._scheduler.need(slot.request)))
@@ -368,6 +372,10 @@ class SlotEngine:
             if holder:
                 self._families.setdefault(slot.prompt, family).holders[slot] = None
             plan.moves.append((old, self._content(slot)))
+
+    def _room(self, slot: EngineSlot) -> int:
+        """Tokens that its slot has to hold for the work that is due."""
+        return len(slot.ids) + (slot._wanted > 0)
 
     def _ask_again(self, slot: EngineSlot) -> None:
         slot.request.begun = True
@@ -403,8 +411,8 @@ class SlotEngine:
     def _admit(self, plan: Plan) -> None:
         fresh: list[EngineSlot] = []
         for family in [f for f in self._families.values() if f.residue is not None]:
-            slot, place = next(iter(family.waiting)), family.residue
-            assert place is not None
+            assert family.residue is not None
+            slot, (place, heir_of) = next(iter(family.waiting)), family.residue
             family.residue = None
             if self._scheduler.length(place) < self._scheduler.need(slot.request):
                 self._scheduler.release(place)
@@ -413,7 +421,7 @@ class SlotEngine:
             slot.place = place
             self._settle(slot)
             slot.fed = len(slot.prompt) - 1
-            plan.forks.append((place, slot, self._content(slot)))
+            plan.forks.append((place, heir_of, self._content(slot)))
             family.holders[slot] = None
         for request, place in self._scheduler.admit():
             slot = request.owner
@@ -470,10 +478,11 @@ class SlotEngine:
 
     def _work(self, plan: Plan) -> None:
         """Extensions and turns of all that have a slot."""
-        for slot in [slot for slot in self._dirty if slot.place is not None]:
-            del self._dirty[slot]
+        for slot in list(self._dirty):
             place = slot.place
-            assert place is not None
+            if place is None or self._room(slot) > self._scheduler.length(place):
+                continue  # the next plan finds it a slot
+            del self._dirty[slot]
             if slot.fed < len(slot.ids) - 1:
                 plan.extensions.append(Extension(place, slot.fed, slot.ids[slot.fed :], slot))
                 slot.fed = len(slot.ids) - 1
@@ -524,7 +533,10 @@ class SlotEngine:
         while True:
             await asyncio.sleep(0)  # let everything that is ready join this round
             self._wake.clear()
-            plan = self._build(len(in_flight))
+            plan = self._place()
+            if plan:
+                await asyncio.sleep(0)  # let those who have got a slot ask for their first tokens
+            self._complete(plan, len(in_flight))
             if plan or self._sampling:
                 sampling = dict(self._sampling)
                 done = await loop.run_in_executor(self._device, self._programs.execute, plan)

@@ -1,7 +1,6 @@
 """The engine against the trainer's own forward pass; and what a trajectory may depend on."""
 
 import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 
@@ -9,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from engines import CAPACITY, MODEL, ROLLOUT, STOPS, Rolled, trainer_logps
 
-from rstar_jax.config import MeshConfig, ModelConfig, RolloutConfig
+from rstar_jax.config import MeshConfig
 from rstar_jax.model import qwen
 from rstar_jax.model.logprobs import score
 from rstar_jax.model.sharding import make_mesh
@@ -18,38 +18,11 @@ from rstar_jax.rollout import decode
 from rstar_jax.rollout.engine import SlotEngine, rollout_params
 from rstar_jax.types import Finish, SampleKey, Sampling, TrainBatch, UserError
 
-MODEL = ModelConfig(vocab_size=64, num_layers=2, d_model=32, d_ff=48, num_heads=4, num_kv_heads=2, head_dim=8)
-ROLLOUT = RolloutConfig(
-    slots=8, chunk=4, prefill_rows=2, prompt_buckets=(8, 16), extend_rows=2, extend_buckets=(4, 8), max_prompt_tokens=40
-)
-CAPACITY, STOPS = 96, (7, 11)
-
-
-@pytest.fixture(scope="module")
-def params():
-    params = jax.jit(qwen.init, static_argnums=0)(MODEL, jax.random.key(0))
-    params["ends"]["embedding"] = params["ends"]["embedding"] * 30  # a policy with opinions: entropy well under log V
-    return params
-
-
-@pytest.fixture(scope="module")
-def device():
-    with concurrent.futures.ThreadPoolExecutor(1) as executor:
-        yield executor
-
 
 def make_engine(params, device, rollout=ROLLOUT, mesh=None):
     engine = SlotEngine(MODEL, rollout, capacity=CAPACITY, stop_ids=STOPS, device=device, mesh=mesh)
     engine.load(rollout_params(params, MODEL, mesh), version=5)
     return engine
-
-
-@dataclasses.dataclass
-class Rolled:
-    ids: list
-    logps: list
-    sampled: list
-    finishes: list
 
 
 async def talk(engine, prompt, key, *, turns=3, delay=0.0, temperature=1.0, most=12):
@@ -89,18 +62,6 @@ async def everyone(engine, *, order=None, samples=4, **options):
 @pytest.fixture(scope="module")
 def reference(params, device):
     return asyncio.run(everyone(make_engine(params, device)))
-
-
-def trainer_logps(params, rolled, temperature=1.0):
-    n = len(rolled.ids)
-    ids, zeros = np.zeros((1, CAPACITY), np.int32), np.zeros((1, CAPACITY), np.float32)
-    ids[0, :n] = rolled.ids
-    segments = (np.arange(CAPACITY) < n).astype(np.int32)[None]
-    batch = TrainBatch(ids, np.arange(CAPACITY)[None], segments, segments > 0, zeros, zeros, zeros)
-    return np.asarray(SCORE(params, MODEL, batch, temperature)[0][0, :n])
-
-
-SCORE = jax.jit(score, static_argnums=1)
 
 
 def test_sampled_log_probs_are_the_trainers_over_whole_multi_turn_trajectories(params, reference):

@@ -156,7 +156,8 @@ class RolloutConfig:
     pool_lengths: tuple[int, ...] = ()  # further pools of shorter slots: tokens that a slot of each holds
     pool_slots: tuple[int, ...] = ()  # slots of each of them
     admission: str = "safe"  # a slot for the longest that a trajectory may become, or, estimate, for the mean length so far
-    attention_lengths: tuple[int, ...] = ()  # cached positions that a program looks at; none: a quarter, half and all of 1024 or more
+    attention_lengths: tuple[int, ...] = ()  # cached positions that a program looks at, beside all: the shortest that suffices
+    decode_rows: tuple[int, ...] = ()  # slots that a chunk computes, beside all: the fewest that suffice
     shared_prefix: int = 32  # the beginning that all prompts share is prefilled once if it has as many tokens; 0: never
     candidates: int = 0  # most probable tokens that top_k, top_p and min_p choose from; 0: no such filter can be used
     evict_after_s: float = 1.0  # a trajectory that has waited so long for a tool gives way to one without a slot; negative: never
@@ -169,11 +170,12 @@ class RolloutConfig:
         _at_least("rollout", self, 0, "shared_prefix", "candidates")
         _choice("rollout", "admission", self.admission, ("safe", "estimate"))
         _choice("rollout", "weight_layout", self.weight_layout, ("auto", "in_out", "out_in"))
-        for field in ("prompt_buckets", "extend_buckets", "pool_lengths", "attention_lengths"):
+        optional_fields = ("pool_lengths", "attention_lengths", "decode_rows")
+        for field in ("prompt_buckets", "extend_buckets", *optional_fields):
             value = getattr(self, field)
-            optional = field in ("pool_lengths", "attention_lengths")
+            optional = field in optional_fields
             if not (value or optional) or any(v < 1 for v in value) or list(value) != sorted(set(value)):
-                raise UserError(f"rollout.{field}={value} must be positive lengths in increasing order")
+                raise UserError(f"rollout.{field}={value} must be positive numbers in increasing order")
         if len(self.pool_slots) != len(self.pool_lengths) or any(v < 1 for v in self.pool_slots):
             raise UserError(f"rollout.pool_slots={self.pool_slots} must name the slots of each of pool_lengths={self.pool_lengths}")
         if not self.call_deadline_s > 0:

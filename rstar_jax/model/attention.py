@@ -107,6 +107,20 @@ def _dense(q_bthd: jax.Array, k_bkcd: jax.Array, v_bkcd: jax.Array, visibility: 
     return dense_attention(q_bthd, k_bkcd, v_bkcd, _visible(visibility))
 
 
+def step_attention(q_b1hd: jax.Array, keys: tuple[jax.Array, ...], values: tuple[jax.Array, ...], positions_b1: jax.Array) -> jax.Array:
+    """`attention` of one query per slot over positions 0..p of a working copy of its cache (`kv_cache.Working`)."""
+    out, first = [], 0
+    for key_skdr, value_skrd in zip(keys, values, strict=True):
+        part = slice(first, first + key_skdr.shape[0])
+        q_skgd = _grouped(q_b1hd[part], key_skdr.shape[1])[:, :, 0]
+        scores = _einsum("skgd,skdr->skgr", q_skgd, key_skdr) * q_skgd.shape[-1] ** -0.5
+        seen_sr = jnp.arange(key_skdr.shape[3]) <= positions_b1[part]
+        weights = jax.nn.softmax(jnp.where(seen_sr[:, None, None], scores, _HIDDEN), axis=-1)
+        out.append(_einsum("skgr,skrd->skgd", weights.astype(value_skrd.dtype), value_skrd).astype(value_skrd.dtype))
+        first = part.stop
+    return jnp.concatenate(out).reshape(q_b1hd.shape)
+
+
 # --- cudnn -----------------------------------------------------------------------------------------------------------
 
 

@@ -44,10 +44,17 @@ def transpose_kernels(layers: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(map(turned, layers))
 
 
+FEW_ROWS = 64
+"""Products with at most so many rows take the weights as the left operand."""
+
+
 def times_transposed(x: jax.Array, w_oi: jax.Array) -> jax.Array:
-    """x [..., in] W^T for W [out, in], as (W x^T)^T."""
-    y_on = w_oi @ x.reshape(-1, x.shape[-1]).T
-    y_on = jax.lax.optimization_barrier(y_on)  # else XLA folds the transpositions into the product and turns it round again
+    """x [..., in] W^T for W [out, in]; of few rows as (W x^T)^T."""
+    rows_ni = x.reshape(-1, x.shape[-1])
+    if len(rows_ni) > FEW_ROWS:
+        return jnp.einsum("...i,oi->...o", x, w_oi)
+    # without the barrier XLA folds the transpositions into the product and turns it round again
+    y_on = jax.lax.optimization_barrier(w_oi @ rows_ni.T)
     return y_on.T.reshape(*x.shape[:-1], w_oi.shape[0])
 
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from rstar_jax.config import ModelConfig
 from rstar_jax.model import kv_cache, moe
-from rstar_jax.model.attention import Visibility, attention, cached, causal
+from rstar_jax.model.attention import Visibility, attention, cached, causal, step_attention
 from rstar_jax.model.linear import Linear, parameter, scaled_normal
 from rstar_jax.model.rope import Rotation, rotate, rotation
 from rstar_jax.model.sharding import constrain
@@ -40,7 +40,7 @@ class Output(NamedTuple):
     """What `forward` returns. `cache` is None without one, `routing` None without experts."""
 
     hidden_btd: jax.Array
-    cache: kv_cache.Cache | None
+    cache: Any  # kv_cache.Cache, or layers of kv_cache.Working, as it came
     routing: Routing | None
 
 
@@ -107,9 +107,9 @@ class Block(nn.Module):
         self,
         x_btd: jax.Array,
         context: Context,
-        layer_cache: tuple[jax.Array, jax.Array] | None,
+        layer_cache: tuple[jax.Array, jax.Array] | kv_cache.Working | None,
         chosen_btk: jax.Array | None,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None, tuple[jax.Array, jax.Array] | None]:
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | kv_cache.Working | None, tuple[jax.Array, jax.Array] | None]:
         c = self.config
         batch, length, _ = x_btd.shape
         adapter_scale = c.lora_alpha / c.lora_rank if c.lora_rank else 1.0
@@ -133,6 +133,8 @@ class Block(nn.Module):
 
         if layer_cache is None:
             k_bkcd, v_bkcd = k_btkd.transpose(0, 2, 1, 3), v_btkd.transpose(0, 2, 1, 3)
+        elif isinstance(layer_cache, kv_cache.Working):
+            layer_cache = kv_cache.write_step(layer_cache, k_btkd, v_btkd, context.positions_bt, context.valid_bt)
         else:
             slots_b = context.slots_b
             all_slots = jnp.arange(batch) if slots_b is None else slots_b
@@ -141,8 +143,11 @@ class Block(nn.Module):
             layer_cache = (cache_k, cache_v)
             rows = slice(None) if slots_b is None else slots_b
             k_bkcd, v_bkcd = cache_k[rows, :, : context.reach], cache_v[rows, :, : context.reach]
-        attended = attention(q_bthd, k_bkcd, v_bkcd, context.visibility, c.attention, c.attention_block).reshape(batch, length, -1)
-        x_btd = x_btd + linear("o", c.d_model, ("heads", "embed"), c.o_bias)(attended)
+        if isinstance(layer_cache, kv_cache.Working):
+            attended = step_attention(q_bthd, *layer_cache, context.positions_bt)
+        else:
+            attended = attention(q_bthd, k_bkcd, v_bkcd, context.visibility, c.attention, c.attention_block)
+        x_btd = x_btd + linear("o", c.d_model, ("heads", "embed"), c.o_bias)(attended.reshape(batch, length, -1))
 
         h_btd = norm("mlp_norm")(x_btd)
         if c.num_experts:
@@ -240,7 +245,7 @@ def forward(
     tokens_bt: Array,
     positions_bt: Array,
     segments_bt: Array,
-    cache: kv_cache.Cache | None = None,
+    cache: kv_cache.Cache | tuple[kv_cache.Working, ...] | None = None,
     slots_b: Array | None = None,
     mesh: Mesh | None = None,
     experts_lbtk: Array | None = None,
@@ -256,7 +261,7 @@ def forward(
     """
     block = Block(config)
     tokens_bt, positions_bt, segments_bt = map(jnp.asarray, (tokens_bt, positions_bt, segments_bt))
-    visibility = causal(segments_bt) if cache is None else cached(positions_bt, reach or cache[0][0].shape[2])
+    visibility = causal(segments_bt) if cache is None else cached(positions_bt, reach or kv_cache.length(cache))
     slots = None if slots_b is None else jnp.asarray(slots_b)
     context = Context(rotation(config, positions_bt), visibility, positions_bt, segments_bt > 0, slots, reach)
     x_btd = _ends(params, config, "embed", tokens_bt)

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +54,7 @@ class Filters:
 class DecodeState:
     """Everything that the device remembers of the slots."""
 
-    cache: kv_cache.Cache  # per layer (k, v) [S, K, C, D]
+    cache: Any  # per layer (k, v) [S, K, C, D]; within a chunk on a CPU kv_cache.Working
     length_s: jax.Array  # int32 [S], tokens in the cache
     last_token_s: jax.Array  # int32 [S], the token at position `length`, not yet in the cache
     active_s: jax.Array  # bool [S], True while a slot is sampling
@@ -333,7 +334,9 @@ class Chunk:
     experts_nslk: jax.Array | None  # int16 [n, S, L, k], of the token that was fed at each step; None without experts
 
 
-@functools.partial(jax.jit, static_argnames=("config", "chunk", "stop_ids", "candidates", "reach", "mesh"), donate_argnames=("state",))
+@functools.partial(
+    jax.jit, static_argnames=("config", "chunk", "stop_ids", "candidates", "reach", "parts", "mesh"), donate_argnames=("state",)
+)
 def decode_chunk(
     params: qwen.Params,
     config: ModelConfig,
@@ -343,20 +346,36 @@ def decode_chunk(
     stop_ids: tuple[int, ...],
     candidates: int = 0,
     reach: int | None = None,
+    parts: int = 0,
+    rows_r: Array | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[DecodeState, Chunk]:
     """Sample up to `chunk` tokens in every active slot.
 
     `start_s` > 0 lets a slot begin a turn of at most that many tokens, -1 halts it, 0 leaves it as it is. A slot goes inactive
-    inside the chunk at a stop id or at its budget; the loop ends early when none is active. `candidates`: see `sample`. Attention looks
-    at the first `reach` positions, which must hold all that active slots come to hold (None: at all).
+    inside the chunk at a stop id or at its budget; the loop ends early when none is active. `candidates`: see `sample`.
+
+    Attention looks at the first `reach` positions, which must hold all that active slots come to hold (None: at all). `rows_r`: the
+    slots that may be active (S stands for none); the chunk's columns are theirs, and so many rows are computed (None: all slots).
+    With either, or with `parts` > 0 (`kv_cache.Working`, which suits CPUs), the steps work on a copy of that part of the cache.
     """
-    slots = state.length_s.shape[0]
     state = dataclasses.replace(
         state,
         active_s=jnp.where(start_s == 0, state.active_s, start_s > 0),
         remaining_s=jnp.where(start_s > 0, start_s, state.remaining_s),
     )
+    whole = state
+    slots, capacity = state.length_s.shape[0], kv_cache.length(state.cache)
+    copied = bool(parts) or rows_r is not None or reach not in (None, capacity)
+    if copied:
+        rows = None if rows_r is None else jnp.asarray(rows_r)
+        cache = kv_cache.working(state.cache, reach or capacity, parts, rows)
+        if rows is not None:
+            state = jax.tree.map(lambda x: x[rows], dataclasses.replace(state, cache=()))
+            state = dataclasses.replace(state, active_s=state.active_s & (rows < slots))
+            slots = rows.shape[0]
+        state = dataclasses.replace(state, cache=cache)
+    begin_s = state.length_s
     stops = jnp.asarray(stop_ids, jnp.int32)
     routed = (chunk, slots, config.num_layers, config.experts_per_token)
     outputs = Chunk(
@@ -377,7 +396,6 @@ def decode_chunk(
             state.length_s[:, None],
             active[:, None].astype(jnp.int32),
             state.cache,
-            reach=reach,
         )
         logits_sv = qwen.logits(params, config, hidden[:, 0])
         token_s, logp_s = sample(logits_sv, state.sampling, state.key_s, state.length_s + 1, candidates)
@@ -403,4 +421,12 @@ def decode_chunk(
     def running(carry: tuple[DecodeState, Chunk]) -> jax.Array:
         return jnp.asarray((carry[1].steps < chunk) & carry[0].active_s.any())
 
-    return jax.lax.while_loop(running, step, (pin(state, mesh), outputs))
+    state, outputs = jax.lax.while_loop(running, step, (pin(state, mesh), outputs))
+    if copied:
+        where_r = jnp.arange(slots) if rows_r is None else jnp.asarray(rows_r)
+        positions_rn = begin_s[:, None] + jnp.arange(chunk)
+        back = kv_cache.write_back(whole.cache, state.cache, where_r, positions_rn, positions_rn < state.length_s[:, None])
+        old, new = dataclasses.replace(whole, cache=()), dataclasses.replace(state, cache=())
+        rest = jax.tree.map(lambda x, y: x.at[where_r].set(y, mode="drop"), old, new)
+        state = pin(dataclasses.replace(rest, cache=back), mesh)
+    return state, outputs

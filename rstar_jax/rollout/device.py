@@ -89,7 +89,7 @@ class Plan:
     late_forks: list[tuple[Place, Any, Content]] = dataclasses.field(default_factory=list)
     extensions: list[Extension] = dataclasses.field(default_factory=list)
     start: dict[Place, int] = dataclasses.field(default_factory=dict)  # tokens to sample at most; -1 halts
-    sampling: dict[int, int] = dataclasses.field(default_factory=dict)  # by pool: the most tokens that a sampling slot may come to hold
+    sampling: dict[Place, int] = dataclasses.field(default_factory=dict)  # the most tokens that each sampling slot may come to hold
 
     def __bool__(self) -> bool:
         return any(getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "sampling")
@@ -100,7 +100,7 @@ class Round:
     """What a plan gave: chunks by pool, and how tokens were routed, in order: (owner, experts [n, L, k]) of fed tokens, or
     (owner, source's owner, n) of tokens that another had fed."""
 
-    chunks: dict[int, decode.Chunk]
+    chunks: dict[int, tuple[decode.Chunk, dict[int, int]]]  # and the column of each slot that samples
     experts: list[tuple[Any, ...]]
 
 
@@ -131,10 +131,8 @@ class Device:
         self._prefix_rows: tuple[kv_cache.Cache, np.ndarray | None] | None = None
 
     def _attention_lengths(self, capacity: int) -> tuple[int, ...]:
-        lengths = self._rollout.attention_lengths
-        if not lengths and capacity >= 1024:
-            lengths = (-(-capacity // 4), -(-capacity // 2))
-        return tuple(sorted({n for n in lengths if n < capacity} | {pool.length for pool in self._pools}))
+        lengths = {n for n in self._rollout.attention_lengths if n < capacity}
+        return tuple(sorted(lengths | {pool.length for pool in self._pools}))
 
     def _reach(self, pool: int, length: int) -> int:
         """The shortest attention length of a pool that holds `length` tokens."""
@@ -178,7 +176,8 @@ class Device:
                 for bucket in rollout.extend_buckets:
                     if bucket <= reach or reach == self._pools[pool].length:
                         self._extend_rows(pool, bucket, reach, [])
-                self._chunk(pool, {}, reach)
+                for width in self._widths(pool):
+                    self._chunk(pool, {}, reach, [], width)
         jax.block_until_ready(self._states)
 
     # --- plans --------------------------------------------------------------------------------------------------------
@@ -197,9 +196,13 @@ class Device:
         self._fork(plan.late_forks, experts)
         self._extend(plan.extensions, experts)
         chunks = {}
-        for pool, length in plan.sampling.items():
+        for pool in sorted({place.pool for place in plan.sampling}):
             start = {place.index: budget for place, budget in plan.start.items() if place.pool == pool}
-            chunks[pool] = self._chunk(pool, start, self._reach(pool, length))
+            lengths = {place.index: length for place, length in plan.sampling.items() if place.pool == pool}
+            width = self._width(pool, len(lengths))
+            indices = sorted(lengths)
+            chunk = self._chunk(pool, start, self._reach(pool, max(lengths.values())), indices, width)
+            chunks[pool] = chunk, {index: index if width is None else column for column, index in enumerate(indices)}
         return Round(chunks, experts)
 
     def read(self, done: Round) -> Round:
@@ -207,15 +210,39 @@ class Device:
         fed = [tuple(np.asarray(x) if isinstance(x, jax.Array) else x for x in event) for event in done.experts]
         return Round(jax.device_get(done.chunks), fed)
 
-    def _chunk(self, pool: int, start: dict[int, int], reach: int) -> decode.Chunk:
-        start_s = np.zeros(self._pools[pool].slots, np.int32)
+    def _width(self, pool: int, sampling: int) -> int | None:
+        """How many rows a chunk computes for so many sampling slots; None: all of the pool."""
+        return next((width for width in self._widths(pool) if width is None or width >= sampling), None)
+
+    def _widths(self, pool: int) -> list[int | None]:
+        return [width for width in self._rollout.decode_rows if width < self._pools[pool].slots] + [None]
+
+    def _chunk(self, pool: int, start: dict[int, int], reach: int, sampling: list[int], width: int | None) -> decode.Chunk:
+        slots = self._pools[pool].slots
+        rows = None if width is None else np.array(sampling + [slots] * (width - len(sampling)), np.int32)
+        start_s = np.zeros(slots, np.int32)
         for index, budget in start.items():
             start_s[index] = budget
         rollout = self._rollout
         self._states[pool], chunk = decode.decode_chunk(
-            self._params, self._model, self._states[pool], start_s, rollout.chunk, self._stop_ids, rollout.candidates, reach, self._mesh
+            self._params,
+            self._model,
+            self._states[pool],
+            start_s,
+            rollout.chunk,
+            self._stop_ids,
+            rollout.candidates,
+            reach,
+            self._parts(pool),
+            rows,
+            self._mesh,
         )
         return chunk
+
+    def _parts(self, pool: int) -> int:
+        """In how many parts decode steps work on a copy of the cache, which pays on CPUs: their small products use one core each."""
+        one = self._mesh is None or self._mesh.size == 1
+        return min(2, self._pools[pool].slots) if one and jax.default_backend() == "cpu" else 0
 
     def _rewind(self, rewinds: list[tuple[Place, int, int]]) -> None:
         for pool in range(len(self._pools)):

@@ -342,8 +342,9 @@ class SlotEngine:
         self._work(plan)
         for place, (slot, _) in self._sampling.items():
             most = min(len(slot.ids) + (in_flight + 1) * self._rollout.chunk, self._scheduler.length(place))
-            plan.sampling[place.pool] = max(plan.sampling.get(place.pool, 0), most)
-        for place in [place for place in self._halted if place.pool in plan.sampling]:
+            plan.sampling[place] = most
+        pools = {place.pool for place in plan.sampling}
+        for place in [place for place in self._halted if place.pool in pools]:
             plan.start.setdefault(place, -1)
             self._halted.remove(place)
         return plan
@@ -568,14 +569,15 @@ class SlotEngine:
                 owner._experts.append(np.concatenate(what._experts)[: count[0]])
             elif what.shape[0]:
                 owner._experts.append(what)
-        for pool, chunk in done.chunks.items():
+        for pool, (chunk, columns) in done.chunks.items():
             tokens, logps, emitted = map(np.asarray, (chunk.tokens_ns, chunk.logps_ns, chunk.emitted_ns))
             self.counters.device_steps += int(chunk.steps)
             for place, (slot, turn) in sampling.items():
                 if place.pool != pool:
                     continue
-                mask = emitted[:, place.index]
-                ids = tokens[mask, place.index].tolist()
+                column = columns[place.index]
+                mask = emitted[:, column]
+                ids = tokens[mask, column].tolist()
                 if not ids:
                     continue
                 if self._sampling.get(place) != (slot, turn):
@@ -583,8 +585,8 @@ class SlotEngine:
                     continue
                 self.counters.sampled_tokens += len(ids)
                 if chunk.experts_nslk is not None:
-                    slot._experts.append(np.asarray(chunk.experts_nslk)[mask, place.index])
-                if slot._receive(ids, logps[mask, place.index].tolist(), self.version):
+                    slot._experts.append(np.asarray(chunk.experts_nslk)[mask, column])
+                if slot._receive(ids, logps[mask, column].tolist(), self.version):
                     self._rewound[slot] = None
                 if not slot.sampling_now:
                     del self._sampling[place]

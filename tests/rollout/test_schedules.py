@@ -75,6 +75,11 @@ SCHEDULES = {
         "slots": 1, "pool_lengths": (48,), "pool_slots": (2,), "admission": "estimate", "evict_after_s": 0.0
     },
     "attention lengths": {"slots": 4, "attention_lengths": (32, 64)},
+    "few rows": {"slots": 12, "decode_rows": (1, 3, 7)},
+    "everything": {
+        "slots": 3, "pool_lengths": (48,), "pool_slots": (5,), "admission": "estimate", "evict_after_s": 0.003,
+        "decode_rows": (2,), "attention_lengths": (32, 64), "chunk": 3, "candidates": 4,
+    },
     "kernels as they are stored": {"slots": 4, "weight_layout": "in_out"},
 }  # fmt: skip
 
@@ -348,7 +353,7 @@ def test_nothing_compiles_after_the_warm_up_whatever_happens(params, device):
     try:
         engine = make(
             params, device, slots=2, pool_lengths=(48,), pool_slots=(3,), admission="estimate", evict_after_s=0.0,
-            shared_prefix=4, attention_lengths=(32,), candidates=8, decode_text=lambda ids: "",
+            shared_prefix=4, attention_lengths=(32,), decode_rows=(1,), candidates=8, decode_text=lambda ids: "",
         )  # fmt: skip
         engine.share(SYSTEM)
         device.submit(engine.warm_up).result()
@@ -379,6 +384,7 @@ def test_every_program_that_changes_the_state_donates_it(params):
         decode.rewind.lower(state, *targets[:3]),
         decode.extend.lower(weights, MODEL, state, four, tokens, four, four, 32),
         decode.decode_chunk.lower(weights, MODEL, state, np.zeros(8, np.int32), 4, STOPS, 0, 32),
+        decode.decode_chunk.lower(weights, MODEL, state, np.zeros(8, np.int32), 4, STOPS, 0, 32, 2, np.arange(4)),
     ]
     for program in lowered:
         assert program.compile().memory_analysis().alias_size_in_bytes >= 0.99 * size

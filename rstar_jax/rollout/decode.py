@@ -102,14 +102,15 @@ def trajectory_keys(key_parts_n4: Array) -> jax.Array:
     return jax.vmap(one)(jnp.asarray(key_parts_n4))
 
 
-def inverse_cdf(probabilities_sv: jax.Array, uniform_s: jax.Array) -> jax.Array:
-    """Token ids [S]: the first index at which the running sum of probabilities exceeds `uniform`, found in two levels.
+def inverse_cdf(mass_sv: jax.Array, uniform_s: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Token ids [S]: the first index at which the running sum of the mass exceeds `uniform` of its total, found in two levels; and
+    the total [S]. The mass need not sum to 1.
 
     One pass over block sums and one over a single block costs a fraction of a cumulative sum over the vocabulary.
     """
-    slots, vocab = probabilities_sv.shape
+    slots, vocab = mass_sv.shape
     width = 1 << math.ceil(math.log2(math.sqrt(vocab)))
-    p_sbw = jnp.pad(probabilities_sv, ((0, 0), (0, -vocab % width))).reshape(slots, -1, width)
+    p_sbw = jnp.pad(mass_sv, ((0, 0), (0, -vocab % width))).reshape(slots, -1, width)
     block_sb = p_sbw.sum(-1)
     cumulative_sb = jnp.cumsum(block_sb, axis=-1)
     threshold_s = uniform_s * cumulative_sb[:, -1]
@@ -123,7 +124,7 @@ def inverse_cdf(probabilities_sv: jax.Array, uniform_s: jax.Array) -> jax.Array:
     rows = jnp.arange(slots)
     p_sw = p_sbw[rows, b_s]
     rest_s = threshold_s - (cumulative_sb[rows, b_s] - block_sb[rows, b_s])
-    return b_s * width + first_above(jnp.cumsum(p_sw, axis=-1), rest_s, p_sw)
+    return b_s * width + first_above(jnp.cumsum(p_sw, axis=-1), rest_s, p_sw), cumulative_sb[:, -1]
 
 
 def sample(
@@ -136,25 +137,30 @@ def sample(
     """
     greedy_s = sampling.temperature <= 0
     scaled_sv = logits_sv / jnp.where(greedy_s, 1.0, sampling.temperature)[:, None]
-    log_p_sv = jax.nn.log_softmax(scaled_sv, axis=-1)
+    # p up to its sum: one pass of exponentials, and none of divisions
+    top_s = scaled_sv.max(-1)
+    mass_sv = jnp.exp(scaled_sv - top_s[:, None])
     uniform_s = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(key_s, position_s)
-    token_s = inverse_cdf(jnp.exp(log_p_sv), uniform_s)
+    token_s, total_s = inverse_cdf(mass_sv, uniform_s)
     if candidates:
-        chosen_s, filtered_s = _filtered(log_p_sv, sampling, uniform_s, min(candidates, log_p_sv.shape[1]))
+        chosen_s, filtered_s = _filtered(mass_sv, total_s, sampling, uniform_s, min(candidates, mass_sv.shape[1]))
         token_s = jnp.where(filtered_s, chosen_s, token_s)
-    token_s = jnp.where(greedy_s, jnp.argmax(scaled_sv, axis=-1), token_s)
-    return token_s.astype(jnp.int32), jnp.take_along_axis(log_p_sv, token_s[:, None], axis=-1)[:, 0]
+    best_s = jax.lax.cond(greedy_s.any(), lambda: jnp.argmax(scaled_sv, axis=-1), lambda: jnp.zeros_like(token_s))
+    token_s = jnp.where(greedy_s, best_s, token_s).astype(jnp.int32)
+    return token_s, jnp.take_along_axis(scaled_sv, token_s[:, None], axis=-1)[:, 0] - top_s - jnp.log(total_s)
 
 
-def _filtered(log_p_sv: jax.Array, sampling: Filters, uniform_s: jax.Array, candidates: int) -> tuple[jax.Array, jax.Array]:
+def _filtered(
+    mass_sv: jax.Array, total_s: jax.Array, sampling: Filters, uniform_s: jax.Array, candidates: int
+) -> tuple[jax.Array, jax.Array]:
     """Tokens [S] drawn from what passes the filters, and whether any filter is on [S]."""
-    log_p_sk, index_sk = jax.lax.top_k(log_p_sv, candidates)
-    p_sk = jnp.exp(log_p_sk)
+    mass_sk, index_sk = jax.lax.top_k(mass_sv, candidates)
+    p_sk = mass_sk / total_s[:, None]
     rank_k = jnp.arange(candidates)
     top_k_s = jnp.where(sampling.top_k > 0, sampling.top_k, candidates)
     before_sk = jnp.cumsum(p_sk, axis=-1) - p_sk
     passes_sk = (rank_k < top_k_s[:, None]) & (before_sk < sampling.top_p[:, None]) & (p_sk >= sampling.min_p[:, None] * p_sk[:, :1])
-    place_s = inverse_cdf(jnp.where(passes_sk | (rank_k == 0), p_sk, 0.0), uniform_s)
+    place_s, _ = inverse_cdf(jnp.where(passes_sk | (rank_k == 0), p_sk, 0.0), uniform_s)
     filtered_s = jnp.asarray(sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
     return jnp.take_along_axis(index_sk, place_s[:, None], axis=-1)[:, 0], filtered_s
 

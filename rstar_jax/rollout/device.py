@@ -233,16 +233,18 @@ class Device:
             self._stop_ids,
             rollout.candidates,
             reach,
-            self._parts(pool),
+            self._parts(pool, reach),
             rows,
             self._mesh,
         )
         return chunk
 
-    def _parts(self, pool: int) -> int:
-        """In how many parts decode steps work on a copy of the cache, which pays on CPUs: their small products use one core each."""
-        one = self._mesh is None or self._mesh.size == 1
-        return min(2, self._pools[pool].slots) if one and jax.default_backend() == "cpu" else 0
+    def _parts(self, pool: int, reach: int) -> int:
+        """In how many parts decode steps work on a copy of the cache. It pays on CPUs, where each of its small products uses one core;
+        two halves at a time pay where they are long (`experiments/benchmarks/rollout.py`)."""
+        if jax.default_backend() != "cpu" or (self._mesh is not None and self._mesh.size > 1):
+            return 0
+        return min(self._pools[pool].slots, 2 if reach >= 256 else 1)
 
     def _rewind(self, rewinds: list[tuple[Place, int, int]]) -> None:
         for pool in range(len(self._pools)):

@@ -165,12 +165,14 @@ def test_decoding_donates_its_state(params):
 def test_inverse_cdf_draws_each_token_as_often_as_its_probability_says():
     p = np.array([0.5, 0.0, 0.2, 0.05, 0.0, 0.25], np.float32)
     uniform = (np.arange(2000) + 0.5) / 2000
-    tokens = np.asarray(decode.inverse_cdf(jnp.tile(p, (2000, 1)), jnp.asarray(uniform, jnp.float32)))
+    found, total = decode.inverse_cdf(jnp.tile(3 * p, (2000, 1)), jnp.asarray(uniform, jnp.float32))
+    np.testing.assert_allclose(total, 3.0, rtol=1e-6)
+    tokens = np.asarray(found)
     np.testing.assert_array_equal(np.bincount(tokens, minlength=6), (p * 2000).astype(int))
     np.testing.assert_array_equal(
         tokens, np.searchsorted(np.cumsum(p.astype(np.float64)) * (1 - 1e-9), uniform, side="right").clip(0, 5)
     )
-    edge = decode.inverse_cdf(jnp.asarray([[0.0, 1.0, 0.0]]), jnp.asarray([1.0 - 2**-24]))
+    edge, _ = decode.inverse_cdf(jnp.asarray([[0.0, 1.0, 0.0]]), jnp.asarray([1.0 - 2**-24]))
     assert int(edge[0]) == 1
 
 

@@ -13,7 +13,7 @@ from absl import flags
 
 from launch import cli
 from rstar_jax.data.readers import ReadResult, find_dataset, read_problems
-from rstar_jax.types import UserError
+from rstar_jax.types import Sampling, UserError
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a trained run.")
 MODEL = flags.DEFINE_string("model", None, "A pretrained model instead of --workdir: a Hugging Face directory, a .gguf file or a name.")
@@ -24,6 +24,12 @@ LIMIT = flags.DEFINE_integer("limit", None, "Take the first so many problems.", 
 TOOLS = flags.DEFINE_enum("tools", "python", ["python", "none"], "Tools that the agent may call.")
 SAMPLES = flags.DEFINE_integer("samples", 16, "Rollouts per problem.", lower_bound=1)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.6, "Sampling temperature; 0 is greedy.", lower_bound=0.0)
+TOP_K = flags.DEFINE_integer("top_k", 0, "Sample from so many most probable tokens; 0: from all.", lower_bound=0)
+TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the most probable tokens that sum to this.", lower_bound=0.0, upper_bound=1.0)
+MIN_P = flags.DEFINE_float(
+    "min_p", 0.0, "Sample from tokens at least this fraction as probable as the first.", lower_bound=0.0, upper_bound=1.0
+)
+CANDIDATES = flags.DEFINE_integer("candidates", 1024, "Most probable tokens that --top_p and --min_p look at.", lower_bound=1)
 MAX_TURNS = flags.DEFINE_integer("max_turns", 30, "Assistant turns per rollout.", lower_bound=1)
 MAX_RESPONSE_TOKENS = flags.DEFINE_integer("max_response_tokens", None, "Tokens after the prompt; default: the run's.", lower_bound=1)
 MAX_PROMPT_TOKENS = flags.DEFINE_integer("max_prompt_tokens", None, "Leave out, and count, longer prompts.", lower_bound=1)
@@ -36,7 +42,19 @@ OUTPUT = flags.DEFINE_string(
 )
 
 SHOWN_SKIPPED = 5
-SETTINGS = ("samples", "temperature", "max_turns", "max_response_tokens", "max_prompt_tokens", "tools", "seed", "limit")
+SETTINGS = (
+    "samples",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "max_turns",
+    "max_response_tokens",
+    "max_prompt_tokens",
+    "tools",
+    "seed",
+    "limit",
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -45,6 +63,10 @@ def main(argv: Sequence[str]) -> None:
     if not DATASET.value:
         raise UserError("--dataset is missing: give a .jsonl or .parquet file, or a name in --data_dir")
     cli.check_agent(WORKDIR.value, MODEL.value)
+    sampling = Sampling(TEMPERATURE.value, TOP_K.value, TOP_P.value, MIN_P.value)
+    if not sampling.top_p:
+        raise UserError("--top_p=0 leaves no token; give a number above 0, up to 1 for all")
+    candidates = max(CANDIDATES.value, sampling.top_k)
     path, rows = read_dataset()
     output = default_output(path.stem) if OUTPUT.value is None else pathlib.Path(OUTPUT.value)
     cli.check_writable(output)
@@ -60,7 +82,8 @@ def main(argv: Sequence[str]) -> None:
             trained,
             rows,
             samples=SAMPLES.value,
-            temperature=TEMPERATURE.value,
+            sampling=sampling,
+            candidates=candidates if sampling.filtered else 0,
             max_turns=MAX_TURNS.value,
             max_response_tokens=MAX_RESPONSE_TOKENS.value or trained.stage.max_response_tokens,
             max_prompt_tokens=MAX_PROMPT_TOKENS.value,

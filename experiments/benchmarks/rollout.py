@@ -101,7 +101,7 @@ class Bench:
     def engine(self, slots: int, capacity: int, **changes: Any) -> SlotEngine:
         settings = {
             "slots": slots,
-            "chunk": 16,
+            "chunk": 32,
             "prefill_rows": min(8, slots),
             "prompt_buckets": (64,),
             "max_prompt_tokens": capacity - 1,

@@ -26,11 +26,11 @@ async def evaluate(
     reward: Reward,
     *,
     samples: int,
-    temperature: float,
+    sampling: Sampling,
     seed: int,
     on_done: Callable[[Trajectory, Verdict], None] | None = None,
 ) -> list[Group]:
-    """`samples` scored rollouts of each problem at a temperature (0: greedy). The engine runs and holds the weights."""
+    """`samples` scored rollouts of each problem. The engine runs and holds the weights."""
     return await collect(
         problems,
         list(range(len(problems))),
@@ -39,7 +39,7 @@ async def evaluate(
         samples=samples,
         seed=seed,
         step=EVALUATION_STEP,
-        sampling=Sampling(temperature),
+        sampling=sampling,
         on_done=on_done,
     )
 
@@ -67,7 +67,9 @@ async def evaluate_run(run: Run, state: TrainState) -> dict[str, float]:
         await run.warm_up_engine(agent)
         async with run.engine:
             for name, samples, temperature in modes:
-                groups = await evaluate(agent, problems, run.reward, samples=samples, temperature=temperature, seed=run.config.seed)
+                groups = await evaluate(
+                    agent, problems, run.reward, samples=samples, sampling=Sampling(temperature), seed=run.config.seed
+                )
                 metrics |= {f"{name}/{key}": value for key, value in summarize(groups).items()}
                 if name == "sampled":
                     _record(run, f"{stage.name}-evaluation", groups)

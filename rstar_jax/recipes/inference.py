@@ -28,7 +28,7 @@ from rstar_jax.storage.checkpoint import Checkpoints, Position
 from rstar_jax.text.chat import ChatFormat, chat_format
 from rstar_jax.text.tokenizer import FastTokenizer
 from rstar_jax.training.state import param_shardings
-from rstar_jax.types import Group, Problem, Reward, Tool, UserError
+from rstar_jax.types import Group, Problem, Reward, Sampling, Tool, UserError
 
 SMALLEST_BUCKET = 64
 
@@ -154,7 +154,8 @@ async def evaluate_dataset(
     rows: ReadResult,
     *,
     samples: int,
-    temperature: float,
+    sampling: Sampling,
+    candidates: int = 0,
     max_turns: int,
     max_response_tokens: int,
     max_prompt_tokens: int | None,
@@ -164,7 +165,8 @@ async def evaluate_dataset(
     progress: Progress,
 ) -> DatasetEvaluation:
     """Evaluate on the problems that were read. Slots are sized for the longest prompt; `max_prompt_tokens` leaves longer ones
-    out, and counts them. Without tools an agent has one turn. Raises `UserError` when no problem is left."""
+    out, and counts them. Without tools an agent has one turn. `candidates`: see `RolloutConfig`.
+    Raises `UserError` when no problem is left."""
     stage = trained.stage
     lengths = [len(prompt_ids(trained, problem, use_tools=use_tools)) for problem in rows.problems]
     limit = max_prompt_tokens or max(lengths)
@@ -178,7 +180,9 @@ async def evaluate_dataset(
     progress.start("evaluate", len(problems) * samples)
     right = done = 0
 
-    async with open_agent(trained, budget, slots=slots, longest_prompt=longest, use_tools=use_tools, progress=progress) as (
+    async with open_agent(
+        trained, budget, slots=slots, longest_prompt=longest, use_tools=use_tools, progress=progress, candidates=candidates
+    ) as (
         agent,
         reward,
     ):
@@ -188,7 +192,7 @@ async def evaluate_dataset(
             right, done = right + (verdict.value == 1), done + 1
             progress.step({"accuracy": right / done})
 
-        groups = await evaluate(agent, problems, reward, samples=samples, temperature=temperature, seed=seed, on_done=on_done)
+        groups = await evaluate(agent, problems, reward, samples=samples, sampling=sampling, seed=seed, on_done=on_done)
     progress.stop()
     return DatasetEvaluation(groups, len(rows.problems) - len(problems))
 

@@ -239,3 +239,92 @@ def test_an_exception_in_one_rollout_surfaces():
     agent = Agent(ScriptedEngine([ids(CALL)], TOKENIZER.stop_ids), {"python": Broken()}, COMPACT, TOKENIZER, Budget(4096, 4096, 4, 64))
     with pytest.raises(ZeroDivisionError, match="a bug"):
         asyncio.run(collect([PROBLEM], [0], agent=agent, reward=always, samples=2, seed=0, step=0, sampling=SAMPLING))
+
+
+def test_a_tool_that_never_answers_fails_its_rollout_at_the_deadline_and_no_other():
+    """miles#1012: one of eight rollouts hung for hours. The step ends, and every rollout is accounted for."""
+
+    class Silent:
+        name, schema, calls = "python", {}, 0
+
+        async def call(self, arguments):
+            Silent.calls += 1
+            if Silent.calls == 3:
+                await asyncio.Event().wait()
+            return ok("5\n")
+
+        def format(self, result):
+            return result.stdout
+
+    async def always(problem, trajectory):
+        return Verdict(1.0)
+
+    budget = Budget(4096, 4096, 4, 64)
+    agent = Agent(ScriptedEngine([ids(CALL), ids(ANSWER)], TOKENIZER.stop_ids), {"python": Silent()}, COMPACT, TOKENIZER, budget, 0.2)
+    (group,) = asyncio.run(collect([PROBLEM], [0], agent=agent, reward=always, samples=8, seed=0, step=0, sampling=SAMPLING))
+    finishes = [t.finish for t in group.trajectories]
+    assert len(finishes) == 8 and finishes.count(Finish.FAILED) == 1
+    assert np.isnan(group.rewards()).sum() == 1
+
+
+def test_a_time_out_of_the_tools_own_is_not_taken_for_the_deadline():
+    class Own(Failing):
+        async def call(self, arguments):
+            raise TimeoutError("mine")
+
+    async def always(problem, trajectory):
+        return Verdict(1.0)
+
+    agent = Agent(
+        ScriptedEngine([ids(CALL)], TOKENIZER.stop_ids), {"python": Own()}, COMPACT, TOKENIZER, Budget(4096, 4096, 4, 64), 30.0
+    )
+    with pytest.raises(TimeoutError, match="mine"):
+        asyncio.run(collect([PROBLEM], [0], agent=agent, reward=always, samples=2, seed=0, step=0, sampling=SAMPLING))
+
+
+def test_over_sampling_takes_the_first_that_end_and_cancels_the_rest():
+    gone = []
+
+    class Slow(ScriptedTool):
+        async def call(self, arguments):
+            self.number = getattr(self, "number", 0) + 1
+            try:
+                await asyncio.sleep(0.01 if self.number % 3 else 60)
+            except asyncio.CancelledError:
+                gone.append(self.number)
+                raise
+            return ok("5\n")
+
+    async def always(problem, trajectory):
+        return Verdict(1.0)
+
+    engine = ScriptedEngine([ids(CALL), ids(ANSWER)], TOKENIZER.stop_ids)
+    tool = Slow([])
+    agent = Agent(engine, {tool.name: tool}, COMPACT, TOKENIZER, Budget(4096, 4096, 4, 64))
+    groups = asyncio.run(
+        collect([PROBLEM, PROBLEM], [0, 1], agent=agent, reward=always, samples=4, over_sample=2, seed=0, step=0, sampling=SAMPLING)
+    )
+    assert [len(group.trajectories) for group in groups] == [4, 4]
+    for group in groups:
+        samples = [t.sample for t in group.trajectories]
+        assert samples == sorted(set(samples)) and all(t.finish is Finish.STOP for t in group.trajectories)
+    assert len(gone) == 4
+    assert all(slot.closed for slot in engine.slots)
+    with pytest.raises(ZeroDivisionError):  # an exception still surfaces
+
+        async def broken(problem, trajectory):
+            raise ZeroDivisionError
+
+        asyncio.run(collect([PROBLEM], [0], agent=agent, reward=broken, samples=1, over_sample=1, seed=0, step=0, sampling=SAMPLING))
+
+
+def test_the_shared_prefix_begins_every_prompt():
+    tool = ScriptedTool([])
+    lengths = {}
+    for name, chat in CHAT_FORMATS.items():
+        agent = Agent(ScriptedEngine([], TOKENIZER.stop_ids), {tool.name: tool}, chat, TOKENIZER, Budget(4096, 4096, 4, 64))
+        prefix = agent.shared_prefix()
+        lengths[name] = len(prefix)
+        for question in ("What is 2+3?", "", "\n", " é", "<|im_start|>"):
+            assert agent.prompt_ids(Problem("p", question, "5"))[: len(prefix)] == prefix
+    assert lengths["rstar2"] > 100 and lengths["chatml"] > 100  # the system text with the tool's schema

@@ -259,3 +259,72 @@ def test_experts_are_recorded_with_the_tokens_and_replayed(device):
         np.testing.assert_array_equal(np.sort(np.transpose(free, (1, 0, 2))[:-1], -1), np.sort(experts, -1))
         other = dataclasses.replace(batch, experts_btlk=np.where(row < 0, row, (row + 1) % 6).astype(np.int16))
         assert np.abs(np.asarray(score(params, model, other, 1.0)[0][0])[sampled] - logps[sampled]).max() > 1e-3
+
+
+def test_positions_past_8192_agree_with_the_trainer(device):
+    """A long prompt in pieces, a turn, an observation and another turn, beyond position 8,192."""
+    model = dataclasses.replace(MODEL, num_layers=1, max_positions=16_384, attention="blockwise", rope_theta=1e6)
+    params = jax.jit(qwen.init, static_argnums=0)(model, jax.random.key(2))
+    params["ends"]["embedding"] = params["ends"]["embedding"] * 30
+    rollout = dataclasses.replace(
+        ROLLOUT, slots=2, prompt_buckets=(512,), extend_buckets=(16, 1024), max_prompt_tokens=8200, attention_lengths=(4096, 8320)
+    )
+    capacity = 8400
+    prompt = np.random.default_rng(5).integers(12, 60, 8190).tolist()
+    results = {}
+    for name, changes in {"plain": {}, "evicted": {"slots": 1, "evict_after_s": 0.0}}.items():
+        engine = SlotEngine(model, dataclasses.replace(rollout, **changes), capacity=capacity, stop_ids=(), device=device)
+        engine.load(rollout_params(params, model), version=0)
+        device.submit(engine.warm_up).result()  # else the tool has answered before the first program exists
+
+        async def talk(engine, j):
+            slot = await engine.open(prompt, SampleKey(0, 0, 0, j), Sampling(1.0))
+            logps = (await slot.generate(8)).logps
+            await slot.append([13, 14, 15])
+            await asyncio.sleep(0.05)
+            logps += (await slot.generate(6)).logps
+            slot.close()
+            return slot.ids, np.asarray(logps)
+
+        async def both(engine):
+            async with engine:
+                return await asyncio.gather(talk(engine, 0), talk(engine, 1))
+
+        results[name] = asyncio.run(both(engine))
+        assert engine.counters.prefilled_tokens == 512
+        assert engine.counters.shared_tokens == len(prompt) - 1
+    assert engine.counters.evictions >= 1
+    for (ids, logps), (other, others) in zip(*results.values(), strict=True):
+        assert ids == other
+        np.testing.assert_allclose(logps, others, atol=1e-5)
+        n = len(ids)
+        row = np.zeros((1, capacity), np.int32)
+        row[0, :n] = ids
+        segments = (np.arange(capacity) < n).astype(np.int32)[None]
+        zeros = np.zeros((1, capacity), np.float32)
+        batch = TrainBatch(row, np.arange(capacity)[None], segments, segments > 0, zeros, zeros, zeros)
+        ours = np.asarray(jax.jit(score, static_argnums=1)(params, model, batch, 1.0)[0][0])
+        where = [*range(len(prompt), len(prompt) + 8), *range(n - 6, n)]
+        np.testing.assert_allclose(ours[where], logps, atol=1e-4)
+
+
+def test_weights_cannot_change_under_an_open_trajectory(params, device):
+    """slime#2092: tokens of several policies in one trajectory, unmarked. Here weights change between trajectories only, and every
+    token says which ones sampled it."""
+    engine = make_engine(params, device)
+
+    async def scenario():
+        async with engine:
+            slot = await engine.open(prompts()[1], SampleKey(0, 0, 0, 0), Sampling())
+            first = await slot.generate(4)
+            with pytest.raises(ValueError, match="1 slots are open"):
+                engine.load(rollout_params(params, MODEL), version=6)
+            second = await slot.generate(4)
+            slot.close()
+            engine.load(rollout_params(params, MODEL), version=6)
+            slot = await engine.open(prompts()[1], SampleKey(0, 0, 0, 0), Sampling())
+            third = await slot.generate(4)
+            slot.close()
+            return first.version, second.version, third.version
+
+    assert asyncio.run(scenario()) == (5, 5, 6)

@@ -318,3 +318,26 @@ def test_bad_arguments_are_refused():
         loss_of(logp, logp, np.ones(1), mask, aggregation="mean")
     with pytest.raises(AssertionError):
         loss_of(logp, logp[:, :1], np.ones(1), mask)
+
+
+def test_importance_weights_are_truncated_constant_and_blind_to_masked_tokens():
+    """Against float64 numpy: w = min(exp(old - sampler), cap) on the token's loss, and no gradient through it."""
+    given = example(3)
+    old = np.asarray(given["old"], np.float64)
+    sampler = old + np.random.default_rng(1).normal(size=old.shape) * 0.8
+    weights = np.minimum(np.exp(old - sampler), 1.5)
+    sampler_with_nan = np.where(given["trainable"], sampler, NAN)
+    plain = {k: given[k] for k in ("logp", "old", "advantage", "trainable")}
+    options = {"sampler_logp_bt": sampler_with_nan, "importance_cap": 1.5}
+    sums = loss_of(**plain, **options)
+    ratio = np.exp(np.asarray(plain["logp"], np.float64) - old)
+    advantage = np.broadcast_to(np.asarray(plain["advantage"], np.float64).reshape(old.shape[0], -1), old.shape)
+    unclipped, clipped = ratio * advantage, np.clip(ratio, 0.8, 1.28) * advantage
+    expected = -np.where(given["trainable"], weights * np.minimum(unclipped, clipped), 0).sum()
+    np.testing.assert_allclose(sums.values["loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(sums.values["importance"], np.where(given["trainable"], weights, 0).sum(), rtol=1e-5)
+    gradient = gradient_of_mean(**plain, **options)
+    bare = gradient_of_mean(**plain)
+    np.testing.assert_allclose(gradient, np.where(given["trainable"], weights, 0) * np.asarray(bare), rtol=1e-5, atol=1e-8)
+    with pytest.raises(ValueError, match="sampler_logp_bt"):
+        loss_of(**plain, importance_cap=1.5)

@@ -43,7 +43,7 @@ from rstar_jax.types import SampleKey, Sampling
 
 PARTS = ("decode", "grouped", "fork", "extend", "tools", "smollm2")
 _ROUNDS = flags.DEFINE_integer("rounds", 3, "Alternations of the arms.", lower_bound=1)
-_PARTS = flags.DEFINE_list("parts", list(PARTS), "Which of them.")
+_PARTS = flags.DEFINE_list("parts", ["decode", "grouped", "fork", "extend", "tools", "smollm2"], "Which of them.")
 _TOOL_S = flags.DEFINE_float("tool_s", 0.3, "Seconds that a tool takes.", lower_bound=0.01)
 
 MODEL = ModelConfig(vocab_size=8192, num_layers=6, d_model=384, d_ff=1152, num_heads=6, num_kv_heads=2, head_dim=64)

@@ -15,7 +15,11 @@ from rstar_jax.types import SlotSpan, UserError
 
 DIRECTORY = "timeline"
 MAX_ROWS = 48  # slots that a picture shows
-_KINDS = {"sample": ("sampling", 3), "tool": ("waiting for a tool", 1), "idle": ("placed, waiting for its turn", 5)}
+_KINDS = {
+    "sample": ("sampling", "var(--series-0)"),
+    "tool": ("waiting for a tool", "var(--series-1)"),
+    "idle": ("placed, waiting for its turn", "var(--line)"),
+}
 _WIDTH, _ROW, _LEFT, _TOP = 860, 9, 64, 8
 
 
@@ -47,9 +51,9 @@ def last_timeline(workdir: str | os.PathLike[str], stage: str) -> dict[str, Any]
     return {"step": content.get("step"), "spans": spans}
 
 
-def timeline_svg(spans: Sequence[SlotSpan]) -> str:
-    """One row a slot, time to the right: who samples, who waits for a tool, and what is empty. At most `MAX_ROWS` slots are shown."""
-    slots = sorted({(span.pool, span.index) for span in spans})[:MAX_ROWS]
+def timeline_svg(spans: Sequence[SlotSpan], most_rows: int = MAX_ROWS) -> str:
+    """One row a slot, time to the right: who samples, who waits for a tool, and what is empty. At most `most_rows` slots are shown."""
+    slots = sorted({(span.pool, span.index) for span in spans})[:most_rows]
     rows = {slot: number for number, slot in enumerate(slots)}
     end = max((span.stop for span in spans), default=0.0) or 1.0
     scale = (_WIDTH - _LEFT - 8) / end
@@ -64,7 +68,7 @@ def timeline_svg(spans: Sequence[SlotSpan]) -> str:
         x, width = _LEFT + span.start * scale, max(0.4, (span.stop - span.start) * scale)
         parts.append(
             f'<rect x="{x:.1f}" y="{_TOP + row * _ROW}" width="{width:.1f}" height="{_ROW - 2}" '
-            f'fill="var(--series-{color})"><title>{title}</title></rect>'
+            f'fill="{color}"><title>{title}</title></rect>'
         )
     for pool, group in itertools.groupby(slots, key=lambda slot: slot[0]):
         first = rows[next(iter(group))]
@@ -77,7 +81,7 @@ def timeline_svg(spans: Sequence[SlotSpan]) -> str:
                      f'fill="var(--muted)">{seconds:.2f} s</text>')  # fmt: skip
     for number, (label, color) in enumerate(_KINDS.values()):
         x = _LEFT + number * 200
-        parts.append(f'<rect x="{x}" y="{base + 24}" width="10" height="10" fill="var(--series-{color})"/>')
+        parts.append(f'<rect x="{x}" y="{base + 24}" width="10" height="10" fill="{color}"/>')
         parts.append(f'<text x="{x + 14}" y="{base + 33}" font-size="11" fill="var(--muted)">{label}</text>')
     return (
         f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="What each slot did" xmlns="http://www.w3.org/2000/svg">'

@@ -70,7 +70,7 @@ def test_a_resumed_stale_run_is_the_same_run(whole, tmp_path):
 
 
 def test_the_weights_need_the_trainers_old_log_probs():
-    with pytest.raises(UserError, match="needs training.old_logprobs=trainer"):
+    with pytest.raises(UserError, match=r"needs training\.old_logprobs=trainer"):
         apply_overrides(quickstart.config(), ["stages.rl1.importance_cap=2"])
     with pytest.raises(UserError, match=r"staleness=2 must be 0 \(on-policy\) or 1"):
         apply_overrides(quickstart.config(), ["stages.rl1.staleness=2"])

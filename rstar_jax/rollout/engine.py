@@ -196,6 +196,8 @@ class SlotEngine:
         self.stop_ids = tuple(int(i) for i in stop_ids)
         self.decode_text = decode_text
         self.version = -1
+        self.on_free: Callable[[], None] | None = None  # called when a slot may have become free
+        self.expected: dict[Request, None] = {}  # trajectories that have been sent here and are not here yet
         self.timeline: list[SlotSpan] | None = None  # a list: what slots do is written there
         self._rollout = rollout
         pools = pools_of(rollout, capacity)
@@ -227,6 +229,16 @@ class SlotEngine:
     def scheduler(self) -> Scheduler:
         """What is free and who waits."""
         return self._scheduler
+
+    @property
+    def free_tokens(self) -> int:
+        """Tokens that its free slots can hold, those that are spoken for left out."""
+        return self._scheduler.free_tokens - sum(map(self._scheduler.need, self.expected))
+
+    def fits(self, request: Request) -> bool:
+        """Whether it would get a slot at once, after all that wait and all that have been sent here."""
+        spoken_for = self._scheduler.waiting + len(self.expected)
+        return self._scheduler.free_slots > spoken_for and self._scheduler.fits(request)
 
     # --- the agents' side ---------------------------------------------------------------------------------------------
 
@@ -299,6 +311,8 @@ class SlotEngine:
             self._forget(slot.prompt, family)
         slot.parked = None
         self._wake.set()
+        if self.on_free is not None:
+            self.on_free()
 
     # --- planning -----------------------------------------------------------------------------------------------------
 

@@ -160,7 +160,8 @@ def part_grouped(bench: Bench) -> dict[str, Any]:
     system = random_ids(rng, 256).tolist()
     prompts = [system + random_ids(rng, 64).tolist() for _ in range(groups)]
     lengths = np.clip(rng.lognormal(3.4, 1.0, groups * size), 4, 320).astype(int).tolist()
-    engine = bench.engine(16, 640, chunk=8, attention_lengths=(384, 448, 512), decode_rows=(2, 4, 8))
+    lengths_seen, rows = (352, 384, 448, 512, 576), (2, 4, 8, 12, 16)
+    engine = bench.engine(24, 640, chunk=8, attention_lengths=lengths_seen, decode_rows=rows)
     engine.share(system)
 
     def theirs() -> None:

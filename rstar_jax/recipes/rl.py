@@ -198,57 +198,63 @@ async def rl_stage(run: Run, stage: StageConfig, update: Update, state: TrainSta
         return collect_step(run, stage, source, reward, global_step, consumed, use_tools=not srl, timeline=recorded)
 
     ahead: asyncio.Task[Collected] | None = None
-    for step in range(run.position.stage_step, stage.steps):
-        watch = Stopwatch()
-        with watch("sync"):
-            if ahead is None:
-                await run.load_engine(state.weights)
-        with watch("wait"):  # on-policy, for the whole rollout
-            collected = await (rollouts(step, run.position.consumed) if ahead is None else ahead)
-        ahead = None
-        if stage.staleness and step + 1 < stage.steps and not _stands_between(config, stage, step):
+    try:
+        for step in range(run.position.stage_step, stage.steps):
+            watch = Stopwatch()
             with watch("sync"):
-                await run.load_engine(state.weights)
-            ahead = asyncio.create_task(rollouts(step + 1, collected.consumed))
-        groups, live, consumed, dropped = collected.groups, collected.live, collected.consumed, collected.dropped
-        chosen = [choose(group, stage, _roc_rng(config.seed, run.position.global_step, i), run.chat) for i, group in enumerate(live)]
-        with watch("update"):
-            rows = update_rows(chosen, stage.updates_per_rollout)
-            batches = [
-                microbatches(
-                    part,
-                    buckets=training.buckets,
-                    microbatch_tokens=training.microbatch_tokens,
-                    nominal_rows=nominal_rows,
-                    shards=update.shards,
-                    pad_id=run.tokenizer.pad_id,
-                    routed=config.model.routed,
-                )
-                for part in rows
+                if ahead is None:
+                    await run.load_engine(state.weights)
+            with watch("wait"):  # on-policy, for the whole rollout
+                collected = await (rollouts(step, run.position.consumed) if ahead is None else ahead)
+            ahead = None
+            if stage.staleness and step + 1 < stage.steps and not _stands_between(config, stage, step):
+                with watch("sync"):
+                    await run.load_engine(state.weights)
+                ahead = asyncio.create_task(rollouts(step + 1, collected.consumed))
+            groups, live, consumed, dropped = collected.groups, collected.live, collected.consumed, collected.dropped
+            chosen = [
+                choose(group, stage, _roc_rng(config.seed, run.position.global_step, i), run.chat) for i, group in enumerate(live)
             ]
-            try:
+            with watch("update"):
+                rows = update_rows(chosen, stage.updates_per_rollout)
+                batches = [
+                    microbatches(
+                        part,
+                        buckets=training.buckets,
+                        microbatch_tokens=training.microbatch_tokens,
+                        nominal_rows=nominal_rows,
+                        shards=update.shards,
+                        pad_id=run.tokenizer.pad_id,
+                        routed=config.model.routed,
+                    )
+                    for part in rows
+                ]
                 state, means = await run.on_device(update.steps, state, batches, trainer_old)
-            except BaseException:
-                if ahead is not None:
-                    ahead.cancel()
-                raise
-        updates = int(state.updates)
-        run.advance(index, step + 1, consumed)
-        metrics = step_metrics(groups, live, dropped, stage) | means | {"learning_rate": float(rate(step * stage.updates_per_rollout))}
-        metrics |= {"updates": float(updates)} | _engine_metrics(collected.counted) | staleness(groups, run.position.global_step - 1)
-        if not live:
-            reasons = ", ".join(f"{count} {name}" for name, count in dropped.items())
-            run.progress.say(f"{stage.name} step {step + 1}: none of {len(groups)} groups has contrast ({reasons}); no update")
-        timing = {**watch.seconds, "rollout_seconds": collected.seconds, **_timing(collected)}
-        run.log("train", metrics, timing)
-        if _recorded(stage, step):
-            record(run, stage, step + 1, groups, chosen)
-            write_timeline(run.workdir, stage.name, step + 1, collected.spans or [])
-        run.progress.step({"reward": metrics["reward"], "tool_errors": metrics["tool_error_share"]})
-        if _evaluation_due(config, stage, step):
-            await evaluate_run(run, state)
-        if run.save_due(stage):
-            await run.save(state)
+            updates = int(state.updates)
+            run.advance(index, step + 1, consumed)
+            metrics = (
+                step_metrics(groups, live, dropped, stage) | means | {"learning_rate": float(rate(step * stage.updates_per_rollout))}
+            )
+            metrics |= (
+                {"updates": float(updates)} | _engine_metrics(collected.counted) | staleness(groups, run.position.global_step - 1)
+            )
+            if not live:
+                reasons = ", ".join(f"{count} {name}" for name, count in dropped.items())
+                run.progress.say(f"{stage.name} step {step + 1}: none of {len(groups)} groups has contrast ({reasons}); no update")
+            timing = {**watch.seconds, "rollout_seconds": collected.seconds, **_timing(collected)}
+            run.log("train", metrics, timing)
+            if _recorded(stage, step):
+                record(run, stage, step + 1, groups, chosen)
+                write_timeline(run.workdir, stage.name, step + 1, collected.spans or [])
+            run.progress.step({"reward": metrics["reward"], "tool_errors": metrics["tool_error_share"]})
+            if _evaluation_due(config, stage, step):
+                await evaluate_run(run, state)
+            if run.save_due(stage):
+                await run.save(state)
+    finally:
+        if ahead is not None:  # something above has failed
+            ahead.cancel()
+            await asyncio.gather(ahead, return_exceptions=True)
     run.progress.stop()
     return state
 

@@ -526,8 +526,7 @@ class SlotEngine:
         await asyncio.get_running_loop().run_in_executor(self._device, lambda: None)  # a plan in flight has been carried out
         self._driver = None
         for slot in [*self._slots, *self._opened]:
-            slot.close()
-        self._sampling, self._halted = {}, set()
+            slot.close()  # what still samples is halted by the next session's first plan
 
     async def _drive(self) -> None:
         try:
@@ -569,7 +568,7 @@ class SlotEngine:
         after = self._rollout.evict_after_s
         idle = [slot.idle_since for slot in self._slots if slot.place is not None]
         if self._scheduler.waiting and idle and after >= 0:
-            timeout = max(0.0, min(idle) + after - time.monotonic()) + 1e-3
+            timeout = max(0.01, min(idle) + after - time.monotonic())
             try:
                 await asyncio.wait_for(self._wake.wait(), timeout)
             except TimeoutError:

@@ -405,3 +405,30 @@ def test_what_slots_do_is_recorded_when_asked_for(params, device):
         found.sort(key=lambda span: span.start)
         assert all(a.stop <= b.start + 1e-9 for a, b in itertools.pairwise(found))  # a slot does one thing at a time
     assert {(span.prompt, span.sample) for span in spans} == {(i, j) for i in range(4) for j in range(6)}
+
+
+def test_what_was_cancelled_does_not_go_on_in_the_next_session(params, device):
+    engine = SlotEngine(MODEL, dataclasses.replace(ROLLOUT, slots=4, shared_prefix=0), capacity=CAPACITY, stop_ids=(), device=device)
+    engine.load(rollout_params(params, MODEL), version=0)
+
+    async def cancelled():
+        async with engine:
+            slots = [await engine.open(prompts()[0], SampleKey(0, 0, 0, j), Sampling()) for j in range(3)]
+            tasks = [asyncio.create_task(slot.generate(100)) for slot in slots]
+            while engine.counters.device_steps < 8:
+                await asyncio.sleep(0.001)
+            for task in tasks:
+                task.cancel()
+
+    async def short():
+        async with engine:
+            slot = await engine.open(prompts()[1], SampleKey(0, 0, 1, 0), Sampling())
+            got = await slot.generate(4)
+            slot.close()
+            return got
+
+    asyncio.run(cancelled())
+    before = engine.counters.device_steps
+    assert len(asyncio.run(short()).ids) == 4
+    assert engine.counters.device_steps - before <= 4 + ROLLOUT.chunk
+    assert engine.scheduler.free_slots == 4

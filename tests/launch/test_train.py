@@ -69,7 +69,7 @@ def test_a_dry_run_prints_json_that_reads_back_and_a_line_for_each_stage(command
 
 
 def test_every_experiment_resolves(command):
-    for name in ("quickstart", "quickstart_srl"):
+    for name in ("quickstart", "quickstart_srl", "quickstart_async"):
         done = command("launch.train", f"--experiment={name}", "--dry_run")
         assert done.code == 0 and RunConfig.from_dict(json.loads(done.out)).name == name
 

@@ -317,6 +317,7 @@ class StageConfig:
     updates_per_rollout: int = 1
     clip_low: float = 0.2
     clip_high: float = 0.28
+    dual_clip: float = 0.0  # bound of the ratio where the advantage is negative, above 1; 0: none
     importance_cap: float = 0.0  # of the weights old / sampler on the loss, with old_logprobs=trainer; 0: no such weights
     loss_aggregation: str = "token_mean"
     normalize_std: bool = True
@@ -342,6 +343,8 @@ class StageConfig:
         _at_least(where, self, 1, "max_response_tokens", "max_tool_output_tokens", "max_parallel_calls", "updates_per_rollout")
         _at_least(where, self, 0, "warmup_steps", "clip_low", "clip_high", "filter_std", "refill_rounds", "temperature")
         _at_least(where, self, 0, "over_sample", "importance_cap")
+        if self.dual_clip and self.dual_clip <= 1 + self.clip_high:
+            raise UserError(f"{where}.dual_clip={self.dual_clip} must be 0 (none) or above 1 + clip_high = {1 + self.clip_high}")
         if self.staleness not in (0, 1):
             raise UserError(f"{where}.staleness={self.staleness} must be 0 (on-policy) or 1 (one step off)")
         if self.keep > self.group:

@@ -70,11 +70,14 @@ def policy_loss(
     entropy_bt: Array | None = None,
     sampler_logp_bt: Array | None = None,
     importance_cap: float = 0.0,
+    dual_clip: float = 0.0,
 ) -> Sums:
     """Clipped policy-gradient loss with separate lower and upper clip ranges (clip-higher).
 
         rho_t  = exp(clamp(logp_t - old_logp_t, -20, 20))
         loss_t = -w_t min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t)
+
+    With `dual_clip` = c > 1 a token of negative advantage loses no more than c times it: its ratio is clipped at c as well.
 
     w_t = 1, or with `importance_cap` > 0 the truncated weight min(exp(old_logp_t - sampler_logp_t), importance_cap), a constant: for
     rollouts of older weights, where `old_logp` is of the policy before the update and `sampler_logp` of the one that sampled.
@@ -91,6 +94,7 @@ def policy_loss(
       entropy_bt: [B, T] entropies (nats) of the policy's token distributions, reported as a metric only.
       sampler_logp_bt: [B, T] log-probs under the policy that sampled; needed with `importance_cap` only.
       importance_cap: bound of the weights w_t; 0: no weights.
+      dual_clip: bound of the ratio where the advantage is negative; 0: none.
 
     Returns:
       Sums over the batch with the keys
@@ -103,6 +107,7 @@ def policy_loss(
         importance: w, only with `importance_cap`.
 
     Reference: rStar2-Agent section 2.2, Eq. 6; Yu et al., DAPO (arXiv 2503.14476); Schulman et al., PPO (arXiv 1707.06347);
+    dual clip: Ye et al. (arXiv 1912.09729), Eq. 5;
     truncated importance weights: Ionides (2008), as used between behaviour and proximal policy in AReaL (arXiv 2505.24298).
     """
     chex.assert_rank(logp_bt, 2)
@@ -118,8 +123,9 @@ def policy_loss(
     ratio_bt = jnp.exp(log_ratio_bt)
     low, high = 1.0 - clip_low, 1.0 + clip_high
     # The minimum of the two products, written by cases: at a tie `minimum` would halve the gradient between its arguments.
-    clipped_bt = ((advantage_bt > 0) & (ratio_bt > high)) | ((advantage_bt < 0) & (ratio_bt < low))
-    loss_bt = -advantage_bt * jnp.where(clipped_bt, jnp.clip(ratio_bt, low, high), ratio_bt)
+    ceiling_bt = jnp.where(advantage_bt < 0, dual_clip if dual_clip else jnp.inf, high)
+    clipped_bt = ((advantage_bt != 0) & (ratio_bt > ceiling_bt)) | ((advantage_bt < 0) & (ratio_bt < low))
+    loss_bt = -advantage_bt * jnp.where(clipped_bt, jnp.clip(ratio_bt, low, ceiling_bt), ratio_bt)
 
     metrics = {"clip_fraction": clipped_bt, "ratio": ratio_bt, "approx_kl": ratio_bt - 1.0 - log_ratio_bt}
     if importance_cap:
@@ -135,6 +141,52 @@ def policy_loss(
     return Sums(
         {"loss": loss} | {name: jax.lax.stop_gradient(masked_sum(value, mask_bt)) for name, value in metrics.items()},
         {"loss": count} | dict.fromkeys(metrics, tokens),
+    )
+
+
+def sequence_policy_loss(
+    logp_bt: Array,
+    old_logp_bt: Array,
+    advantage_bt: Array,
+    trainable_bt: Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    sequences_bt: Array | None = None,
+) -> Sums:
+    """GSPO: clipped policy-gradient loss with one ratio per sequence, the geometric mean of its tokens' ratios.
+
+        s_i = exp(clamp(mean_t(logp_t - old_logp_t), -20, 20))       over the trainable tokens of sequence i
+        loss_i = -min(s_i A_i, clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
+
+    The loss is a mean over sequences; a sequence is one trajectory, whose tokens share their advantage. Arguments and keys are those of
+    `policy_loss`; `ratio`, `clip_fraction` and `approx_kl` are of sequences. The clip ranges of the paper are 3e-4 and 4e-4.
+
+    Reference: Zheng et al., Group Sequence Policy Optimization (arXiv 2507.18071), Eq. 5 to 7.
+    """
+    chex.assert_rank(logp_bt, 2)
+    chex.assert_equal_shape([logp_bt, old_logp_bt, trainable_bt])
+    mask_bt = _without_padding(trainable_bt, sequences_bt)
+    advantage_bt = jnp.asarray(advantage_bt)
+    if advantage_bt.ndim == 1:
+        advantage_bt = jnp.broadcast_to(advantage_bt[:, None], mask_bt.shape)
+    places_bt = jnp.ones(mask_bt.shape, jnp.int32) if sequences_bt is None else jnp.asarray(sequences_bt)
+    slots = mask_bt.shape[1] + 1
+
+    def of_sequences(values_bt: jax.Array) -> jax.Array:
+        return jax.vmap(lambda v, s: jnp.zeros(slots, v.dtype).at[s].add(v))(values_bt, places_bt)
+
+    length_bs = of_sequences(mask_bt.astype(jnp.int32))
+    mask_bs, count_bs = length_bs > 0, jnp.maximum(length_bs, 1)
+    log_ratio_bt = fill(logp_bt, mask_bt) - jax.lax.stop_gradient(fill(old_logp_bt, mask_bt))
+    advantage_bs = jax.lax.stop_gradient(of_sequences(fill(advantage_bt, mask_bt)) / count_bs)
+    return policy_loss(
+        of_sequences(log_ratio_bt) / count_bs,
+        jnp.zeros_like(advantage_bs),
+        advantage_bs,
+        mask_bs,
+        clip_low=clip_low,
+        clip_high=clip_high,
     )
 
 

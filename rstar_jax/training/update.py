@@ -63,12 +63,28 @@ def _clip_higher(stage: StageConfig) -> LossFn:
             sequences_bt=batch.segments_bt,
             sampler_logp_bt=batch.sampler_logp_bt,
             importance_cap=stage.importance_cap,
+            dual_clip=stage.dual_clip,
         )
 
     return loss
 
 
-OBJECTIVES: dict[str, Callable[[StageConfig], LossFn]] = {"sft": _sft, "clip_higher": _clip_higher}
+def _gspo(stage: StageConfig) -> LossFn:
+    def loss(logp: Array, entropy: Array, batch: TrainBatch) -> Sums:
+        return objectives.sequence_policy_loss(
+            logp,
+            batch.old_logp_bt,
+            batch.advantage_bt,
+            batch.trainable_bt,
+            clip_low=stage.clip_low,
+            clip_high=stage.clip_high,
+            sequences_bt=batch.segments_bt,
+        )
+
+    return loss
+
+
+OBJECTIVES: dict[str, Callable[[StageConfig], LossFn]] = {"sft": _sft, "clip_higher": _clip_higher, "gspo": _gspo}
 """Objectives by name (`stages.NAME.objective`); a new one is one more entry (see docs/extending.md)."""
 
 KIND_OBJECTIVES = {"sft": "sft", "srl": "clip_higher", "rl": "clip_higher"}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from rstar_jax.algorithms.objectives import AGGREGATIONS, policy_loss
+from rstar_jax.algorithms.objectives import AGGREGATIONS, policy_loss, sequence_policy_loss
 from rstar_jax.types import Sums, UserError
 
 NAN, INF = float("nan"), float("inf")
@@ -341,3 +341,55 @@ def test_importance_weights_are_truncated_constant_and_blind_to_masked_tokens():
     np.testing.assert_allclose(gradient, np.where(given["trainable"], weights, 0) * np.asarray(bare), rtol=1e-5, atol=1e-8)
     with pytest.raises(ValueError, match="sampler_logp_bt"):
         loss_of(**plain, importance_cap=1.5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope", "clipped"),
+    [
+        (4.0, -2.0, 6.0, 0.0, 1),  # held at 3
+        (2.5, -2.0, 5.0, 5.0, 0),
+        (0.5, -2.0, 1.6, 0.0, 1),
+        (4.0, 2.0, -2.56, 0.0, 1),  # the upper clip as ever
+        (4.0, 0.0, 0.0, 0.0, 0),
+    ],
+)
+def test_dual_clip_bounds_what_a_token_of_negative_advantage_loses(ratio, advantage, loss, slope, clipped):
+    arguments = (
+        np.array([[np.log(ratio) - 1.0]], np.float32), np.array([[-1.0]], np.float32), np.array([advantage]), np.array([[True]])
+    )  # fmt: skip
+    sums = loss_of(*arguments, dual_clip=3.0)
+    np.testing.assert_allclose(float(sums.values["loss"]), loss, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(gradient_of_mean(*arguments, dual_clip=3.0)[0, 0], slope, rtol=1e-6, atol=1e-7)
+    assert float(sums.values["clip_fraction"]) == clipped
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_gspo_against_the_formula_in_float64(packed):
+    """Value and gradient; NaN at masked tokens reaches nothing."""
+    case = example(5)
+    sequences = case["sequences"] if packed else np.ones_like(case["sequences"])
+    advantage = case["advantage"] if packed else np.repeat(case["advantage"][:, :1], case["advantage"].shape[1], 1)
+    loss, count, slope = 0.0, 0, np.zeros(case["logp"].shape)
+    for b in range(len(sequences)):
+        for s in (1, 2) if packed else (1,):
+            where = np.flatnonzero(case["trainable"][b] & (sequences[b] == s))
+            if not where.size:
+                continue
+            ratio, a = np.exp((case["logp"] - case["old"])[b, where].mean()), advantage[b, where[0]]
+            clipped = min(max(ratio, 0.95), 1.05) * a
+            loss, count = loss - min(ratio * a, clipped), count + 1
+            slope[b, where] = -(ratio * a if ratio * a <= clipped else 0.0) / where.size
+    hidden = ~case["trainable"]
+    logp, old = (np.where(hidden, np.nan, case[name]).astype(np.float32) for name in ("logp", "old"))
+
+    def numerator(logp):
+        sums = sequence_policy_loss(
+            logp, old, np.where(hidden, np.nan, advantage), case["trainable"], clip_low=0.05, clip_high=0.05,
+            sequences_bt=sequences if packed else None,
+        )  # fmt: skip
+        return sums.values["loss"], sums
+
+    (value, sums), gradient = jax.value_and_grad(numerator, has_aux=True)(jnp.asarray(logp))
+    np.testing.assert_allclose(value, loss, rtol=1e-5)
+    assert int(sums.counts["loss"]) == count
+    np.testing.assert_allclose(gradient, slope, rtol=1e-4, atol=1e-6)

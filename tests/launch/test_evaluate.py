@@ -63,7 +63,8 @@ def test_gsm8k_rows_are_scored_and_a_bad_row_among_them_is_named(evaluate, known
     assert (cell(done, "avg@2"), cell(done, "pass@2"), cell(done, "skipped_rows")) == ("1.0000", "1.0000", "2")
     assert results["dataset"] == "gsm8k.jsonl" and results["global_step"] == 82
     assert results["settings"] == {
-        "samples": 2, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_turns": 30, "max_response_tokens": None, "max_prompt_tokens": None,
+        "samples": 2, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
+        "max_turns": 30, "max_response_tokens": None, "max_prompt_tokens": None,
         "tools": "python", "seed": 0, "limit": None,
     }  # fmt: skip
     assert results["metrics"]["accuracy"] == 1.0 and results["metrics"]["trajectories"] == 2 * len(rows)

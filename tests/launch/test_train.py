@@ -21,7 +21,8 @@ def test_training_prints_what_was_learned_and_leaves_a_whole_run(trained):
     assert lines[-1] == f"report: {trained.workdir / 'report.html'}"
     left = {path.name for path in trained.workdir.iterdir()}
     assert left == {
-        "checkpoints", "config.json", "metrics.jsonl", "report.html", "summary.json", "tensorboard", "tokenizer", "trajectories",
+        "checkpoints", "config.json", "metrics.jsonl", "report.html", "summary.json", "tensorboard", "timeline",
+        "tokenizer", "trajectories",
     }  # fmt: skip
     config = RunConfig.from_dict(json.loads((trained.workdir / "config.json").read_text()))
     assert config.model == PRESETS["model"]["tiny"]

@@ -50,10 +50,8 @@ def aggregate(values_bt: Array, mask_bt: Array, aggregation: str, sequences_bt: 
         length_bs = masked_count(mask_bt, axis=1)[:, None]
         length_bt = jnp.broadcast_to(length_bs, mask_bt.shape)
     else:
-        sequences_bt = jnp.asarray(sequences_bt)
-        slots = mask_bt.shape[1] + 1  # a row of T tokens holds at most T sequences, beside its padding
-        length_bs = jax.vmap(lambda m, s: jnp.zeros(slots, jnp.int32).at[s].add(m))(mask_bt.astype(jnp.int32), sequences_bt)
-        length_bt = jnp.take_along_axis(length_bs, sequences_bt, axis=1)
+        length_bs = _by_sequence(mask_bt.astype(jnp.int32), sequences_bt)
+        length_bt = jnp.take_along_axis(length_bs, jnp.asarray(sequences_bt), axis=1)
     return jnp.sum(values_bt / jnp.maximum(length_bt, 1)), masked_count(length_bs > 0)
 
 
@@ -110,12 +108,7 @@ def policy_loss(
     dual clip: Ye et al. (arXiv 1912.09729), Eq. 5;
     truncated importance weights: Ionides (2008), as used between behaviour and proximal policy in AReaL (arXiv 2505.24298).
     """
-    chex.assert_rank(logp_bt, 2)
-    chex.assert_equal_shape([logp_bt, old_logp_bt, trainable_bt])
-    mask_bt = _without_padding(trainable_bt, sequences_bt)
-    advantage_bt = jnp.asarray(advantage_bt)
-    if advantage_bt.ndim == 1:
-        advantage_bt = jnp.broadcast_to(advantage_bt[:, None], mask_bt.shape)
+    mask_bt, advantage_bt = _given(logp_bt, old_logp_bt, advantage_bt, trainable_bt, sequences_bt)
     advantage_bt = jax.lax.stop_gradient(fill(advantage_bt, mask_bt))
     old_logp_bt = jax.lax.stop_gradient(fill(old_logp_bt, mask_bt))
 
@@ -164,30 +157,39 @@ def sequence_policy_loss(
 
     Reference: Zheng et al., Group Sequence Policy Optimization (arXiv 2507.18071), Eq. 5 to 7.
     """
-    chex.assert_rank(logp_bt, 2)
-    chex.assert_equal_shape([logp_bt, old_logp_bt, trainable_bt])
-    mask_bt = _without_padding(trainable_bt, sequences_bt)
-    advantage_bt = jnp.asarray(advantage_bt)
-    if advantage_bt.ndim == 1:
-        advantage_bt = jnp.broadcast_to(advantage_bt[:, None], mask_bt.shape)
-    places_bt = jnp.ones(mask_bt.shape, jnp.int32) if sequences_bt is None else jnp.asarray(sequences_bt)
-    slots = mask_bt.shape[1] + 1
-
-    def of_sequences(values_bt: jax.Array) -> jax.Array:
-        return jax.vmap(lambda v, s: jnp.zeros(slots, v.dtype).at[s].add(v))(values_bt, places_bt)
-
-    length_bs = of_sequences(mask_bt.astype(jnp.int32))
+    mask_bt, advantage_bt = _given(logp_bt, old_logp_bt, advantage_bt, trainable_bt, sequences_bt)
+    sequences_bt = jnp.ones(mask_bt.shape, jnp.int32) if sequences_bt is None else sequences_bt
+    length_bs = _by_sequence(mask_bt.astype(jnp.int32), sequences_bt)
     mask_bs, count_bs = length_bs > 0, jnp.maximum(length_bs, 1)
     log_ratio_bt = fill(logp_bt, mask_bt) - jax.lax.stop_gradient(fill(old_logp_bt, mask_bt))
-    advantage_bs = jax.lax.stop_gradient(of_sequences(fill(advantage_bt, mask_bt)) / count_bs)
+    advantage_bs = jax.lax.stop_gradient(_by_sequence(fill(advantage_bt, mask_bt), sequences_bt) / count_bs)
     return policy_loss(
-        of_sequences(log_ratio_bt) / count_bs,
+        _by_sequence(log_ratio_bt, sequences_bt) / count_bs,
         jnp.zeros_like(advantage_bs),
         advantage_bs,
         mask_bs,
         clip_low=clip_low,
         clip_high=clip_high,
     )
+
+
+def _given(
+    logp_bt: Array, old_logp_bt: Array, advantage_bt: Array, trainable_bt: Array, sequences_bt: Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The mask without padding, and the advantages as [B, T]. Shapes are checked."""
+    chex.assert_rank(logp_bt, 2)
+    chex.assert_equal_shape([logp_bt, old_logp_bt, trainable_bt])
+    mask_bt, advantage_bt = _without_padding(trainable_bt, sequences_bt), jnp.asarray(advantage_bt)
+    if advantage_bt.ndim == 1:
+        advantage_bt = jnp.broadcast_to(advantage_bt[:, None], mask_bt.shape)
+    return mask_bt, advantage_bt
+
+
+def _by_sequence(values_bt: jax.Array, sequences_bt: Array) -> jax.Array:
+    """[B, T + 1] sums over the tokens of each sequence of a row (see `aggregate`); column 0 is padding. A row of T tokens holds at
+    most T sequences."""
+    columns = values_bt.shape[1] + 1
+    return jax.vmap(lambda v, s: jnp.zeros(columns, v.dtype).at[s].add(v))(values_bt, jnp.asarray(sequences_bt))
 
 
 def _without_padding(mask_bt: Array, sequences_bt: Array | None) -> jax.Array:

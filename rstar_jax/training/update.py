@@ -70,18 +70,10 @@ def _clip_higher(stage: StageConfig) -> LossFn:
 
 
 def _gspo(stage: StageConfig) -> LossFn:
-    def loss(logp: Array, entropy: Array, batch: TrainBatch) -> Sums:
-        return objectives.sequence_policy_loss(
-            logp,
-            batch.old_logp_bt,
-            batch.advantage_bt,
-            batch.trainable_bt,
-            clip_low=stage.clip_low,
-            clip_high=stage.clip_high,
-            sequences_bt=batch.segments_bt,
-        )
-
-    return loss
+    gspo = functools.partial(objectives.sequence_policy_loss, clip_low=stage.clip_low, clip_high=stage.clip_high)
+    return lambda logp, entropy, batch: gspo(
+        logp, batch.old_logp_bt, batch.advantage_bt, batch.trainable_bt, sequences_bt=batch.segments_bt
+    )
 
 
 OBJECTIVES: dict[str, Callable[[StageConfig], LossFn]] = {"sft": _sft, "clip_higher": _clip_higher, "gspo": _gspo}

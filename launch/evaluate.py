@@ -29,7 +29,6 @@ TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample from the most probable tokens t
 MIN_P = flags.DEFINE_float(
     "min_p", 0.0, "Sample from tokens at least this fraction as probable as the first.", lower_bound=0.0, upper_bound=1.0
 )
-CANDIDATES = flags.DEFINE_integer("candidates", 1024, "Most probable tokens that --top_p and --min_p look at.", lower_bound=1)
 MAX_TURNS = flags.DEFINE_integer("max_turns", 30, "Assistant turns per rollout.", lower_bound=1)
 MAX_RESPONSE_TOKENS = flags.DEFINE_integer("max_response_tokens", None, "Tokens after the prompt; default: the run's.", lower_bound=1)
 MAX_PROMPT_TOKENS = flags.DEFINE_integer("max_prompt_tokens", None, "Leave out, and count, longer prompts.", lower_bound=1)
@@ -42,6 +41,7 @@ OUTPUT = flags.DEFINE_string(
 )
 
 SHOWN_SKIPPED = 5
+FILTER_CANDIDATES = 1024  # most probable tokens that --top_p and --min_p look at
 SETTINGS = (
     "samples",
     "temperature",
@@ -66,7 +66,6 @@ def main(argv: Sequence[str]) -> None:
     sampling = Sampling(TEMPERATURE.value, TOP_K.value, TOP_P.value, MIN_P.value)
     if not sampling.top_p:
         raise UserError("--top_p=0 leaves no token; give a number above 0, up to 1 for all")
-    candidates = max(CANDIDATES.value, sampling.top_k)
     path, rows = read_dataset()
     output = default_output(path.stem) if OUTPUT.value is None else pathlib.Path(OUTPUT.value)
     cli.check_writable(output)
@@ -83,7 +82,7 @@ def main(argv: Sequence[str]) -> None:
             rows,
             samples=SAMPLES.value,
             sampling=sampling,
-            candidates=candidates if sampling.filtered else 0,
+            candidates=max(FILTER_CANDIDATES, sampling.top_k) if sampling.filtered else 0,
             max_turns=MAX_TURNS.value,
             max_response_tokens=MAX_RESPONSE_TOKENS.value or trained.stage.max_response_tokens,
             max_prompt_tokens=MAX_PROMPT_TOKENS.value,

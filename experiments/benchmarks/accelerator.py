@@ -27,7 +27,7 @@ from rstar_jax.config import MeshConfig, ModelConfig, StageConfig, TrainingConfi
 from rstar_jax.model import kv_cache, qwen
 from rstar_jax.model.sharding import make_mesh
 from rstar_jax.rollout import decode
-from rstar_jax.rollout.engine import rollout_params
+from rstar_jax.rollout.weights import rollout_params
 from rstar_jax.training.optimizer import make_optimizer
 from rstar_jax.training.state import init_state
 from rstar_jax.training.update import Update, loss_function

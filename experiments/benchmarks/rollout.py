@@ -37,7 +37,8 @@ from rstar_jax.config import ModelConfig, RolloutConfig
 from rstar_jax.model import qwen
 from rstar_jax.rollout import decode
 from rstar_jax.rollout.device import Device
-from rstar_jax.rollout.engine import SlotEngine, rollout_params
+from rstar_jax.rollout.engine import SlotEngine
+from rstar_jax.rollout.weights import rollout_params
 from rstar_jax.storage import hf
 from rstar_jax.types import SampleKey, Sampling
 
@@ -256,7 +257,6 @@ def part_tools(bench: Bench) -> dict[str, Any]:
         """Wall seconds, seconds that the device worked, and decode steps."""
         bench.device = Busy()
         engine = bench.engine(slots, 1024, chunk=8, prompt_buckets=(64,), extend_buckets=(32,), attention_lengths=(256, 512))
-        engine._programs.counters.device_steps = 0
 
         async def one(i: int, gate: asyncio.Barrier | None) -> None:
             slot = await engine.open(prompt, SampleKey(0, 0, 0, i), Sampling())

@@ -60,6 +60,7 @@ class Engine:
         self.host_bytes = 0
         self.evictions = 0
         self.moves = 0
+        self.sampled = 0
 
     def fits(self, request: Request) -> bool:
         return not self.scheduler.waiting and self.scheduler.fits(request)
@@ -104,6 +105,7 @@ class Engine:
             assert rollout.place is not None
             got = min(CHUNK, rollout.turns[0])
             rollout.length += got
+            self.sampled += got
             rollout.turns[0] -= got
             if rollout.turns[0]:
                 continue
@@ -205,7 +207,7 @@ def simulate(sampled: np.ndarray, assignment: str, pools: Sequence[Pool], admiss
         "moves": sum(engine.moves for engine in engines),
         "evictions": sum(engine.evictions for engine in engines),
         "host_gb": sum(engine.host_bytes for engine in engines) / 1e9,
-        "recomputed_tokens": 0,  # there is nothing in the scheduler that drops a cache
+        "recomputed_tokens": sum(engine.sampled for engine in engines) - int(sampled.sum()),
     }
 
 

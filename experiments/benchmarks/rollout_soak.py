@@ -27,7 +27,8 @@ from absl import flags
 from launch import cli
 from rstar_jax.config import ModelConfig, RolloutConfig
 from rstar_jax.model import qwen
-from rstar_jax.rollout.engine import SlotEngine, rollout_params
+from rstar_jax.rollout.engine import SlotEngine
+from rstar_jax.rollout.weights import rollout_params
 from rstar_jax.types import InfrastructureError, SampleKey, Sampling
 
 _TRAJECTORIES = flags.DEFINE_integer("trajectories", 20_000, "In all.", lower_bound=1)
@@ -106,9 +107,7 @@ def main(argv: Sequence[str]) -> None:
                 device.submit(engine.warm_up).result()
             size = min(_STEP.value, _TRAJECTORIES.value - number * _STEP.value)
             ends += asyncio.run(step(engine, number, size))
-            held = (engine._slots, engine._dirty, engine._families, engine._opened, engine._sampling, engine._rewound)
-            slots = sum(pool.slots for pool in engine.scheduler.pools)
-            lost += sum(map(len, held)) + slots - engine.scheduler.free_slots + engine.scheduler.waiting
+            lost += engine.held()
             gc.collect()
             memory.append(resident_bytes())
     early = memory[max(0, steps // 10)]

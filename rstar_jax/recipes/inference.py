@@ -22,7 +22,8 @@ from rstar_jax.recipes.evaluate import evaluate, widest_budget
 from rstar_jax.recipes.progress import Progress
 from rstar_jax.recipes.run import PRETRAINED, make_tokenizer, open_tools, read_config, tool_schemas
 from rstar_jax.rollout.agent import Agent, Budget
-from rstar_jax.rollout.engine import SlotEngine, rollout_params
+from rstar_jax.rollout.engine import SlotEngine
+from rstar_jax.rollout.weights import rollout_params
 from rstar_jax.storage import hf
 from rstar_jax.storage.checkpoint import Checkpoints, Position
 from rstar_jax.text.chat import ChatFormat, chat_format

@@ -278,12 +278,12 @@ def step_metrics(groups: Sequence[Group], live: Sequence[Group], dropped: Mappin
     return metrics
 
 
-_DETERMINISTIC = ("sampled_tokens", "extended_tokens", "trajectories", "prefilled_tokens", "recomputed_tokens")
+_DETERMINISTIC = ("sampled_tokens", "extended_tokens", "trajectories", "prefilled_tokens")
 """Counts of the engine that do not hang on when tools answer, as long as no rollout is cancelled."""
 
 
 def _engine_metrics(counted: Counters) -> dict[str, float]:
-    return {f"engine/{name}": float(getattr(counted, name)) for name in _DETERMINISTIC}
+    return {f"engine/{name}": float(getattr(counted, name)) for name in (*_DETERMINISTIC, "recomputed_tokens")}
 
 
 def _timing(collected: Collected) -> dict[str, float]:

@@ -27,7 +27,8 @@ from rstar_jax.recipes.progress import Progress
 from rstar_jax.rewards.math_answer import MathReward
 from rstar_jax.rewards.verifier import Verifier
 from rstar_jax.rollout.agent import Agent, Budget
-from rstar_jax.rollout.engine import SlotEngine, rollout_params
+from rstar_jax.rollout.engine import SlotEngine
+from rstar_jax.rollout.weights import rollout_params
 from rstar_jax.storage.checkpoint import Checkpoints, Position
 from rstar_jax.storage.metrics import MetricsWriter, write_atomically
 from rstar_jax.text.chat import ChatFormat, chat_format

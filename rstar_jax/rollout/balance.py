@@ -7,8 +7,9 @@ import contextlib
 import types
 from collections.abc import Sequence
 
-from rstar_jax.rollout.engine import EngineSlot, SlotEngine
+from rstar_jax.rollout.engine import SlotEngine
 from rstar_jax.rollout.scheduler import Dispatcher, Request
+from rstar_jax.rollout.slot import EngineSlot
 from rstar_jax.types import SampleKey, Sampling
 
 

@@ -224,20 +224,6 @@ def insert(
     `count_n` tokens of the row are real and `last_token_n` follows them. A slot number of S drops the entry. What a row has beyond
     the capacity is left out.
     """
-    return _place(state, rows, source_n, slots_n, count_n, last_token_n, key_parts_n4, sampling, mesh)
-
-
-def _place(
-    state: DecodeState,
-    rows: kv_cache.Cache,
-    source_n: Array,
-    slots_n: Array,
-    count_n: Array,
-    last_token_n: Array,
-    key_parts_n4: Array,
-    sampling: Filters,
-    mesh: Mesh | None,
-) -> DecodeState:
     capacity = state.cache[0][0].shape[2]
 
     def place(cache: jax.Array, new: jax.Array) -> jax.Array:
@@ -280,7 +266,7 @@ def fork(
     """`insert` of the first `count_n` <= reach tokens of other slots `source_n` of the same state. A slot may be its own source."""
     rows = jax.tree.map(lambda cache: cache[source_n, :, :reach], state.cache)
     everyone = jnp.arange(source_n.shape[0])
-    return _place(state, rows, everyone, slots_n, count_n, last_token_n, key_parts_n4, sampling, mesh)
+    return insert(state, rows, everyone, slots_n, count_n, last_token_n, key_parts_n4, sampling, mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("mesh",), donate_argnames=("state",))

@@ -34,7 +34,7 @@ class Counters:
     discarded_tokens: int = 0  # sampled behind a stop string, or for a trajectory that was cancelled meanwhile
     prefilled_prompts: int = 0
     prefilled_tokens: int = 0  # prompt tokens that went through the model, a shared prefix counted once
-    shared_tokens: int = 0  # prompt tokens that did not, because a prefix or a sibling had them
+    shared_tokens: int = 0  # cached prompt tokens that did not, because a prefix or a sibling had them
     extended_tokens: int = 0
     trajectories: int = 0
     forks: int = 0
@@ -43,7 +43,14 @@ class Counters:
     moves: int = 0  # from a slot to a longer one
     host_bytes: int = 0  # to the host and back
     device_bytes: int = 0  # moved or forked
-    recomputed_tokens: int = 0  # computed although they had been before, prompts of groups included
+    cached_tokens: int = 0  # that the trajectories which are over had in their caches, at last
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens that went through the model although their cache had been there before: all that did, and all that were shared, less
+        what the trajectories needed. Holds when no trajectory is open."""
+        computed = self.prefilled_tokens + self.extended_tokens + self.sampled_tokens
+        return computed + self.shared_tokens - self.cached_tokens
 
 
 @dataclasses.dataclass
@@ -340,6 +347,7 @@ class Device:
             rows, routed = decode.prefill(self._params, self._model, np.array([prefix], np.int32), count, None, self._mesh)
             self._prefix_rows = rows, None if routed is None else np.asarray(routed[0])
             self.counters.prefilled_tokens += len(prefix)
+            self.counters.shared_tokens -= len(prefix)  # every prompt shares it, but one of them has paid
         return self._prefix_rows[0]
 
     def prefix_of(self, prompt: Sequence[int]) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ from engines import CAPACITY, MODEL, ROLLOUT, STOPS
 from rstar_jax.config import MeshConfig
 from rstar_jax.model.sharding import make_mesh
 from rstar_jax.rollout.balance import BalancedEngines
-from rstar_jax.rollout.engine import SlotEngine, rollout_params
+from rstar_jax.rollout.engine import SlotEngine
+from rstar_jax.rollout.weights import rollout_params
 from rstar_jax.types import SampleKey, Sampling, UserError
 
 

@@ -15,7 +15,8 @@ from rstar_jax.model import qwen
 from rstar_jax.model.logprobs import score
 from rstar_jax.model.sharding import make_mesh
 from rstar_jax.rollout import decode
-from rstar_jax.rollout.engine import SlotEngine, rollout_params
+from rstar_jax.rollout.engine import SlotEngine
+from rstar_jax.rollout.weights import rollout_params
 from rstar_jax.types import Finish, SampleKey, Sampling, TrainBatch, UserError
 
 

@@ -11,7 +11,8 @@ from engines import MODEL, ROLLOUT, STOPS, Rolled, trainer_logps
 
 from rstar_jax.config import MeshConfig
 from rstar_jax.model.sharding import make_mesh
-from rstar_jax.rollout.engine import SlotEngine, rollout_params
+from rstar_jax.rollout.engine import SlotEngine
+from rstar_jax.rollout.weights import rollout_params
 from rstar_jax.types import Finish, SampleKey, Sampling, UserError
 
 CAPACITY = 128
@@ -95,13 +96,13 @@ def test_the_schedule_changes_no_token(params, device, reference, name, delay):
         np.testing.assert_allclose(one.logps, reference[job].logps, atol=1e-5)
     counters = engine.counters
     assert (counters.recomputed_tokens, counters.trajectories) == (0, 24)
+    assert counters.cached_tokens == sum(len(one.ids) - 1 for one in rolled.values())
     assert counters.evictions == counters.restores
     if "evicted" in name and delay:
         assert counters.evictions > 0 and counters.host_bytes > 0
     if "estimated" in name:
         assert counters.moves + counters.evictions > 0
-    assert engine.scheduler.free_slots == sum(pool.slots for pool in engine.scheduler.pools)
-    assert not (engine._families or engine._slots or engine._dirty or engine._sampling)
+    assert engine.held() == 0
 
 
 def test_no_prompt_token_is_prefilled_twice_for_a_group(params, device):

@@ -12,7 +12,7 @@ from rstar_jax.config import MeshConfig, ModelConfig, StageConfig, TrainingConfi
 from rstar_jax.model import lora, qwen
 from rstar_jax.model.sharding import make_mesh
 from rstar_jax.overrides import apply_overrides
-from rstar_jax.rollout.engine import rollout_params
+from rstar_jax.rollout.weights import rollout_params
 from rstar_jax.training.batching import Row, microbatches
 from rstar_jax.training.optimizer import make_optimizer
 from rstar_jax.training.state import init_state

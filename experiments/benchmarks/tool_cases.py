@@ -444,9 +444,7 @@ async def _cancelled(pool: ToolPool, planted: Planted) -> str | None:
 
 # --- 2. memory -------------------------------------------------------------------------------------------------------
 
-_case(
-    "memory", "a list that grows", "x = []\nwhile True: x.append(bytearray(1 << 22))", expect(ToolStatus.MEMORY, ending="MemoryError\n")
-)
+_case("memory", "a list that grows", "x = []\nwhile True: x.append(bytes(1 << 22))", expect(ToolStatus.MEMORY, ending="MemoryError\n"))
 _case("memory", "100 GB at once", "bytearray(100 << 30)", expect(ToolStatus.MEMORY, code=1, ending="MemoryError\n"))
 _case(
     "memory", "a caught MemoryError", "try: bytearray(100 << 30)\nexcept MemoryError: print('small then')", expect(OK, "small then\n")

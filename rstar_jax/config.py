@@ -40,8 +40,8 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # see model/rope.py
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder of the Qwen and Llama families. Sizes in elements; `dtype` is what activations and matmuls use, `param_dtype` what is
-    stored. Norms, softmax, router and log-probs are float32 in any case. `dtype="auto"` stands until a run starts, which makes it
-    float32 on CPUs and bfloat16 elsewhere (`recipes/pretrained.py`) and records that."""
+    stored. Norms, softmax, router and log-probs are at least float32 in any case; float64 needs JAX_ENABLE_X64. `dtype="auto"` stands
+    until a run starts, which makes it float32 on CPUs and bfloat16 elsewhere (`recipes/pretrained.py`) and records that."""
 
     vocab_size: int = 512
     num_layers: int = 3
@@ -95,8 +95,8 @@ class ModelConfig:
             raise UserError(f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise UserError(f"model.head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
-        _choice("model", "dtype", self.dtype, ("auto", "float32", "bfloat16"))
-        _choice("model", "param_dtype", self.param_dtype, ("float32", "bfloat16"))
+        _choice("model", "dtype", self.dtype, ("auto", "float32", "bfloat16", "float64"))
+        _choice("model", "param_dtype", self.param_dtype, ("float32", "bfloat16", "float64"))
         _choice("model", "remat", self.remat, ("none", "dots", "full"))
         _choice("model", "attention", self.attention, ATTENTION)
         _choice("model", "rope_type", self.rope_type, ROPE_TYPES)
@@ -116,14 +116,16 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """Devices per mesh axis; one axis may be -1 and takes what is left."""
+    """Devices per mesh axis (`model/sharding.AXES`); one axis may be -1 and takes what is left."""
 
     data: int = -1
     fsdp: int = 1
     tensor: int = 1
+    context: int = 1
+    expert: int = 1
 
     def validate(self) -> None:
-        sizes = (self.data, self.fsdp, self.tensor)
+        sizes = dataclasses.astuple(self)
         if sum(s == -1 for s in sizes) > 1 or any(s < 1 and s != -1 for s in sizes):
             named = ", ".join(f"mesh.{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self))
             raise UserError(f"{named}: each must be positive, and at most one may be -1")
@@ -233,6 +235,7 @@ class TrainingConfig:
     learning_rate: float = 3e-4  # for stages that name none
     microbatch_tokens: int = 4096
     buckets: tuple[int, ...] = (64, 96, 128, 192)
+    packing: bool = False  # several sequences to a row, all rows of the last bucket's length
     b1: float = 0.9
     b2: float = 0.95
     epsilon: float = 1e-8

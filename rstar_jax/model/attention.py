@@ -13,7 +13,10 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
+from rstar_jax.model.precision import einsum, wide, wide_dtype
+from rstar_jax.model.sharding import TRAINING_RULES, spec
 from rstar_jax.types import UserError
 
 _HIDDEN = float(jnp.finfo(jnp.float32).min)  # finite: a row without a visible key gives no NaN
@@ -43,17 +46,46 @@ def cached(positions_bt: jax.Array, capacity: int) -> Visibility:
     return Visibility(jnp.ones_like(positions_bt), positions_bt, jnp.ones_like(order_bc), order_bc)
 
 
+Places = tuple[jax.Array, jax.Array]
+
+
 def attention(
-    q_bthd: jax.Array, k_bkcd: jax.Array, v_bkcd: jax.Array, visibility: Visibility, implementation: str, block: int
+    q_bthd: jax.Array,
+    k_bkcd: jax.Array,
+    v_bkcd: jax.Array,
+    visibility: Visibility,
+    implementation: str,
+    block: int,
+    mesh: Mesh | None = None,
 ) -> jax.Array:
     """softmax(q k^T / sqrt(D)) v over the visible keys, for grouped queries: H is a multiple of K. Returns [B, T, H, D].
 
-    Scores, softmax and sums are float32 whatever the inputs are; the result has the dtype of v. `implementation` is a name in
+    Scores, softmax and sums are float32 at least; the result has the dtype of v. `implementation` is a name in
     `ATTENTION`; `block` is the number of positions that "blockwise" handles at a time.
+
+    With a mesh every device attends from its own queries, rows and heads (axes batch, length and heads of `TRAINING_RULES`) to all
+    keys of its rows and heads: over `context` the keys and values are gathered, and nothing else is exchanged.
     """
     if implementation not in ATTENTION:
         raise UserError(f"attention {implementation!r} does not exist; choose one of {', '.join(ATTENTION)}")
-    return ATTENTION[implementation](q_bthd, k_bkcd, v_bkcd, visibility, block)
+    attend = ATTENTION[implementation]
+    if mesh is None or mesh.size == 1:
+        return attend(q_bthd, k_bkcd, v_bkcd, visibility, block)
+
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, query: Places, keys: Places) -> jax.Array:
+        return attend(q, k, v, Visibility(*query, *keys), block)
+
+    heads, kv_heads, tokens, keys = (
+        spec(axes, TRAINING_RULES)
+        for axes in (("batch", "length", "heads", None), ("batch", "kv_heads", None, None), ("batch", "length"), ("batch", None))
+    )
+    # the rules of varying axes do not know custom_vjp in loops; that the result is right is what the tests of meshes hold
+    where = (heads, kv_heads, kv_heads, (tokens, tokens), (keys, keys))
+    query_places = visibility.query_segment_bt, visibility.query_order_bt
+    key_places = visibility.key_segment_bc, visibility.key_order_bc
+    return jax.shard_map(local, mesh=mesh, in_specs=where, out_specs=heads, check_vma=False)(
+        q_bthd, k_bkcd, v_bkcd, query_places, key_places
+    )
 
 
 def _visible(visibility: Visibility) -> jax.Array:
@@ -74,12 +106,9 @@ def _ungrouped(x_bktgd: jax.Array) -> jax.Array:
     return x_bktgd.transpose(0, 2, 1, 3, 4).reshape(batch, length, kv_heads * group, width)
 
 
-_einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-
-
 def _scores(q_bktgd: jax.Array, k_bkcd: jax.Array, mask_btc: jax.Array) -> jax.Array:
-    """Float32 [B, K, T, G, C]: q k^T / sqrt(D), and `_HIDDEN` where the mask is False."""
-    scores = _einsum("bktgd,bkcd->bktgc", q_bktgd, k_bkcd) * q_bktgd.shape[-1] ** -0.5
+    """[B, K, T, G, C], float32 at least: q k^T / sqrt(D), and `_HIDDEN` where the mask is False."""
+    scores = einsum("bktgd,bkcd->bktgc", q_bktgd, k_bkcd) * q_bktgd.shape[-1] ** -0.5
     return jnp.where(mask_btc[:, None, :, None, :], scores, _HIDDEN)
 
 
@@ -99,7 +128,7 @@ def cached_mask(positions_bt: jax.Array, capacity: int) -> jax.Array:
 def dense_attention(q_bthd: jax.Array, k_bkcd: jax.Array, v_bkcd: jax.Array, mask_btc: jax.Array) -> jax.Array:
     """`attention` with all scores at once: the reference. Memory grows with H * T * C."""
     weights = jax.nn.softmax(_scores(_grouped(q_bthd, k_bkcd.shape[1]), k_bkcd, mask_btc), axis=-1)
-    return _ungrouped(_einsum("bktgc,bkcd->bktgd", weights.astype(v_bkcd.dtype), v_bkcd).astype(v_bkcd.dtype))
+    return _ungrouped(einsum("bktgc,bkcd->bktgd", weights.astype(v_bkcd.dtype), v_bkcd).astype(v_bkcd.dtype))
 
 
 def _dense(q_bthd: jax.Array, k_bkcd: jax.Array, v_bkcd: jax.Array, visibility: Visibility, block: int) -> jax.Array:
@@ -113,10 +142,10 @@ def step_attention(q_b1hd: jax.Array, keys: tuple[jax.Array, ...], values: tuple
     for key_skdr, value_skrd in zip(keys, values, strict=True):
         part = slice(first, first + key_skdr.shape[0])
         q_skgd = _grouped(q_b1hd[part], key_skdr.shape[1])[:, :, 0]
-        scores = _einsum("skgd,skdr->skgr", q_skgd, key_skdr) * q_skgd.shape[-1] ** -0.5
+        scores = einsum("skgd,skdr->skgr", q_skgd, key_skdr) * q_skgd.shape[-1] ** -0.5
         seen_sr = jnp.arange(key_skdr.shape[3]) <= positions_b1[part]
         weights = jax.nn.softmax(jnp.where(seen_sr[:, None, None], scores, _HIDDEN), axis=-1)
-        out.append(_einsum("skgr,skrd->skgd", weights.astype(value_skrd.dtype), value_skrd).astype(value_skrd.dtype))
+        out.append(einsum("skgr,skrd->skgd", weights.astype(value_skrd.dtype), value_skrd).astype(value_skrd.dtype))
         first = part.stop
     return jnp.concatenate(out).reshape(q_b1hd.shape)
 
@@ -230,17 +259,17 @@ def _blockwise_forward(
             _, v, scores = _meet(q, k_bkcd, v_bkcd, visibility, i, j, size_c)
             new_top = jnp.maximum(top, scores.max(-1))
             weights, shrink = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
-            mixed = mixed * shrink[..., None] + _einsum("bktgc,bkcd->bktgd", weights.astype(v.dtype), v)
+            mixed = mixed * shrink[..., None] + einsum("bktgc,bkcd->bktgd", weights.astype(v.dtype), v)
             return new_top, total * shrink + weights.sum(-1), mixed
 
-        zeros = jnp.zeros(q.shape, jnp.float32)
+        zeros = jnp.zeros(q.shape, wide_dtype(q, v_bkcd))
         top, total, mixed = lax.fori_loop(first_i[i], stop_i[i], keys, (zeros[..., 0] + _HIDDEN, zeros[..., 0], zeros))
         saw = top > _HIDDEN  # False for padding: its result is zero
         total = jnp.where(saw, total, 1)
         out = jnp.where(saw, 1 / total, 0)[..., None] * mixed
         return _add(done[0], 1, i, _ungrouped(out)), _add(done[1], 2, i, jnp.where(saw, top + jnp.log(total), 0))
 
-    start = jnp.zeros_like(q_bthd, v_bkcd.dtype), jnp.zeros_like(_grouped(q_bthd, k_bkcd.shape[1])[..., 0], jnp.float32)
+    start = jnp.zeros_like(q_bthd, v_bkcd.dtype), jnp.zeros_like(_grouped(q_bthd, k_bkcd.shape[1])[..., 0], wide_dtype(q_bthd, v_bkcd))
     out_bthd, logsum_bktg = lax.fori_loop(0, blocks, queries, start)
     return out_bthd, (q_bthd, k_bkcd, v_bkcd, visibility, out_bthd, logsum_bktg)
 
@@ -255,22 +284,22 @@ def _blockwise_backward(block: int, residuals: Residuals, grad_bthd: jax.Array) 
         segments_bt = _cut_segments(visibility.query_segment_bt, i, size_t)
         q, grad, out = (_cut_queries(x, k_bkcd.shape[1], i, segments_bt) for x in (q_bthd, grad_bthd, out_bthd))
         logsum = _cut(logsum_bktg, 2, i, size_t)[..., None]
-        shift = jnp.sum(grad.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+        shift = jnp.sum(wide(grad) * wide(out), axis=-1, keepdims=True)
 
         def keys(j: jax.Array, state: Arrays) -> Arrays:
             dq, dk, dv = state
             k, v, scores = _meet(q, k_bkcd, v_bkcd, visibility, i, j, size_c)
             weights = jnp.exp(scores - logsum)
-            dscores = weights * (_einsum("bktgd,bkcd->bktgc", grad, v) - shift) * q.shape[-1] ** -0.5
-            dq = dq + _einsum("bktgc,bkcd->bktgd", dscores.astype(k.dtype), k)
-            dk = _add(dk, 2, j, _einsum("bktgc,bktgd->bkcd", dscores.astype(q.dtype), q))
-            dv = _add(dv, 2, j, _einsum("bktgc,bktgd->bkcd", weights.astype(grad.dtype), grad))
+            dscores = weights * (einsum("bktgd,bkcd->bktgc", grad, v) - shift) * q.shape[-1] ** -0.5
+            dq = dq + einsum("bktgc,bkcd->bktgd", dscores.astype(k.dtype), k)
+            dk = _add(dk, 2, j, einsum("bktgc,bktgd->bkcd", dscores.astype(q.dtype), q))
+            dv = _add(dv, 2, j, einsum("bktgc,bktgd->bkcd", weights.astype(grad.dtype), grad))
             return dq, dk, dv
 
-        dq, dk, dv = lax.fori_loop(first_i[i], stop_i[i], keys, (jnp.zeros(q.shape, jnp.float32), *done[1:]))
+        dq, dk, dv = lax.fori_loop(first_i[i], stop_i[i], keys, (jnp.zeros(q.shape, wide_dtype(q)), *done[1:]))
         return _add(done[0], 1, i, _ungrouped(dq)), dk, dv
 
-    start = jnp.zeros_like(q_bthd), jnp.zeros_like(k_bkcd, jnp.float32), jnp.zeros_like(v_bkcd, jnp.float32)
+    start = jnp.zeros_like(q_bthd), jnp.zeros_like(k_bkcd, wide_dtype(k_bkcd)), jnp.zeros_like(v_bkcd, wide_dtype(v_bkcd))
     dq, dk, dv = lax.fori_loop(0, blocks, queries, start)
     return dq, dk.astype(k_bkcd.dtype), dv.astype(v_bkcd.dtype), None
 

@@ -22,6 +22,7 @@ from rstar_jax.config import ModelConfig
 from rstar_jax.model import kv_cache, moe
 from rstar_jax.model.attention import Visibility, attention, cached, causal, step_attention
 from rstar_jax.model.linear import Linear, parameter, scaled_normal
+from rstar_jax.model.precision import einsum, wide, wide_dtype
 from rstar_jax.model.rope import Rotation, rotate, rotation
 from rstar_jax.model.sharding import constrain
 from rstar_jax.types import Array
@@ -53,10 +54,11 @@ class Context(NamedTuple):
     valid_bt: jax.Array
     slots_b: jax.Array | None
     reach: int | None  # cached positions that attention looks at; None: all
+    mesh: Mesh | None
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32."""
+    """x / sqrt(mean(x^2) + eps) * scale over the last axis, in float32 at least."""
 
     epsilon: float
     param_dtype: str
@@ -64,9 +66,9 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         scale = parameter(self, "scale", nn.initializers.ones_init(), ("norm",), (x.shape[-1],), self.param_dtype)
-        x32 = x.astype(jnp.float32)
-        x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + self.epsilon)
-        return (x32 * scale.astype(jnp.float32)).astype(x.dtype)
+        y = wide(x)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + self.epsilon)
+        return (y * scale.astype(y.dtype)).astype(x.dtype)
 
 
 class Experts(nn.Module):
@@ -74,6 +76,7 @@ class Experts(nn.Module):
     softmax over all experts. Returns y, the chosen experts [B, T, k] and the router's logits [B, T, E]."""
 
     config: ModelConfig
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(self, x_btd: jax.Array, chosen_btk: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -88,12 +91,13 @@ class Experts(nn.Module):
         down_efd = weight("down", ("expert", "mlp", "embed"), c.num_experts, c.expert_d_ff, c.d_model)
         batch, length, width = x_btd.shape
         x_nd = x_btd.reshape(-1, width)
-        logits_ne = x_nd.astype(jnp.float32) @ router_de.astype(jnp.float32)
+        logits_ne = wide(x_nd) @ router_de.astype(wide_dtype(x_nd))
         replayed = None if chosen_btk is None else chosen_btk.reshape(-1, c.experts_per_token)
         chosen_nk, weights_nk = moe.route(logits_ne, c.experts_per_token, c.normalize_experts, replayed)
         gate_edf, up_edf, down_efd = (w.astype(c.dtype) for w in (gate_edf, up_edf, down_efd))
-        y_nd = moe.mixture(x_nd, chosen_nk, weights_nk, gate_edf, up_edf, down_efd, c.expert_block)
-        return y_nd.reshape(x_btd.shape), chosen_nk.reshape(batch, length, -1), logits_ne.reshape(batch, length, -1)
+        chosen_btk, weights_btk = (x.reshape(batch, length, -1) for x in (chosen_nk, weights_nk))
+        y_btd = moe.sharded_mixture(x_btd, chosen_btk, weights_btk, gate_edf, up_edf, down_efd, c.expert_block, self.mesh)
+        return y_btd, chosen_btk, logits_ne.reshape(batch, length, -1)
 
 
 class Block(nn.Module):
@@ -146,12 +150,13 @@ class Block(nn.Module):
         if isinstance(layer_cache, kv_cache.Working):
             attended = step_attention(q_bthd, *layer_cache, context.positions_bt)
         else:
-            attended = attention(q_bthd, k_bkcd, v_bkcd, context.visibility, c.attention, c.attention_block)
+            mesh = context.mesh if layer_cache is None else None
+            attended = attention(q_bthd, k_bkcd, v_bkcd, context.visibility, c.attention, c.attention_block, mesh)
         x_btd = x_btd + linear("o", c.d_model, ("heads", "embed"), c.o_bias)(attended.reshape(batch, length, -1))
 
         h_btd = norm("mlp_norm")(x_btd)
         if c.num_experts:
-            y_btd, *routing = Experts(c, name="experts")(h_btd, chosen_btk)
+            y_btd, *routing = Experts(c, context.mesh, name="experts")(h_btd, chosen_btk)
             return x_btd + y_btd, layer_cache, (routing[0], routing[1])
         gate = linear("gate", c.d_ff, ("embed", "mlp"), c.mlp_bias)(h_btd)
         up = linear("up", c.d_ff, ("embed", "mlp"), c.mlp_bias)(h_btd)
@@ -184,14 +189,14 @@ class Ends(nn.Module):
     def logits(self, hidden_nd: jax.Array) -> jax.Array:
         """Float32 logits over the vocabulary for any leading shape."""
         table = self.embedding if self.config.tie_embeddings else self.head
-        return jnp.einsum("...d,vd->...v", hidden_nd, table.astype(hidden_nd.dtype), preferred_element_type=jnp.float32)
+        return einsum("...d,vd->...v", hidden_nd, table.astype(hidden_nd.dtype))
 
 
 def _init_boxed(config: ModelConfig, key: jax.Array) -> Any:
     x = jnp.zeros((1, 1, config.d_model), config.dtype)
     index = jnp.zeros((1, 1), jnp.int32)
     config = dataclasses.replace(config, attention="dense")  # which parameters there are does not depend on it
-    context = Context(rotation(config, index), causal(index), index, index == 0, None, None)
+    context = Context(rotation(config, index), causal(index), index, index == 0, None, None, None)
 
     def block(layer_key: jax.Array) -> Any:
         return Block(config).init(layer_key, x, context, None, None)["params"]
@@ -263,14 +268,15 @@ def forward(
     tokens_bt, positions_bt, segments_bt = map(jnp.asarray, (tokens_bt, positions_bt, segments_bt))
     visibility = causal(segments_bt) if cache is None else cached(positions_bt, reach or kv_cache.length(cache))
     slots = None if slots_b is None else jnp.asarray(slots_b)
-    context = Context(rotation(config, positions_bt), visibility, positions_bt, segments_bt > 0, slots, reach)
+    activation = ("batch", "length", None)
+    context = Context(rotation(config, positions_bt), visibility, positions_bt, segments_bt > 0, slots, reach, mesh)
     x_btd = _ends(params, config, "embed", tokens_bt)
-    x_btd = constrain(x_btd, mesh, ("batch", None, None))
+    x_btd = constrain(x_btd, mesh, activation)
 
     def apply(layer: Any, x: jax.Array, layer_cache: Any, chosen_btk: Any) -> Any:
         applied: Any = block.apply({"params": layer}, x, context, layer_cache, chosen_btk)
         x, layer_cache, routing = applied
-        return constrain(x, mesh, ("batch", None, None)), layer_cache, routing
+        return constrain(x, mesh, activation), layer_cache, routing
 
     layers = params["layers"]
     if isinstance(layers, tuple):

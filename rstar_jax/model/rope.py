@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from rstar_jax.config import ModelConfig
+from rstar_jax.model.precision import wide, wide_dtype
 
 Rotation = tuple[jax.Array, jax.Array]
-"""Sine and cosine [B, T, 1, D/2] of every position's angles, float32."""
+"""Sine and cosine [B, T, 1, D/2] of every position's angles, float32 at least."""
 
 
 def frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
@@ -51,10 +52,10 @@ def frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
 
 
 def rotation(config: ModelConfig, positions_bt: jax.Array) -> Rotation:
-    """What `rotate` needs to know of the positions. Angles are float32 whatever the activations are: at position 10,000 a bfloat16
+    """What `rotate` needs to know of the positions. Angles are float32 at least: at position 10,000 a bfloat16
     angle is off by tens of radians."""
     radians, scale = frequencies(config)
-    angles_bt1d = positions_bt.astype(jnp.float32)[:, :, None, None] * radians
+    angles_bt1d = positions_bt.astype(wide_dtype(jnp.dtype(config.dtype)))[:, :, None, None] * radians
     return jnp.sin(angles_bt1d) * scale, jnp.cos(angles_bt1d) * scale
 
 
@@ -62,6 +63,6 @@ def rotate(x_bthd: jax.Array, by: Rotation) -> jax.Array:
     """Turn pairs (i, i + D/2) of queries or keys: the half-split form of Qwen and Llama checkpoints."""
     sin, cos = by
     half = x_bthd.shape[-1] // 2
-    first, second = x_bthd[..., :half].astype(jnp.float32), x_bthd[..., half:].astype(jnp.float32)
+    first, second = wide(x_bthd[..., :half]), wide(x_bthd[..., half:])
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x_bthd.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,37 +14,54 @@ from rstar_jax.types import UserError
 
 Rules = Mapping[str, str | tuple[str, ...] | None]
 
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+"""The mesh's axes, the slowest links first:
+
+data     rows of a batch; parameters are whole
+fsdp     rows of a batch; parameters, gradients and moments are cut, and gathered layer by layer
+expert   rows of a batch; experts are cut, and the tokens of the axis meet at them
+context  tokens of a row; keys and values are gathered for attention, parameters are cut as over fsdp
+tensor   heads, the feed-forward width and the vocabulary
+"""
+
 TRAINING_RULES: Rules = {
-    "batch": ("data", "fsdp"),
-    "embed": "fsdp",
+    "batch": ("data", "fsdp", "expert"),
+    "length": "context",
+    "embed": ("fsdp", "context"),
     "vocab": "tensor",
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
-    "expert": None,
+    "expert": "expert",
     "router": None,
     "rank": None,
     "norm": None,
     "layers": None,
 }
-"""Parameters over fsdp and tensor, rows of a batch over data and fsdp."""
+"""Parameters over fsdp, context and tensor, experts over expert too; rows of a batch over data, fsdp and expert."""
 
-ROLLOUT_RULES: Rules = {**TRAINING_RULES, "embed": None, "slots": ("data", "fsdp")}
-"""Parameters gathered over fsdp; slots over data and fsdp, key/value heads over tensor."""
+ROLLOUT_RULES: Rules = {**TRAINING_RULES, "embed": None, "slots": ("data", "fsdp", "expert", "context")}
+"""Parameters gathered over fsdp and context; slots over all axes but tensor, key/value heads over tensor."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of axes (data, fsdp, tensor) over all devices. Raises `UserError` when the sizes do not multiply to their count."""
+    """A mesh with the axes `AXES` over all devices. Raises `UserError` when the sizes do not multiply to their count."""
     devices = list(jax.devices() if devices is None else devices)
-    sizes = [config.data, config.fsdp, config.tensor]
-    fixed = 1
-    for size in sizes:
-        fixed *= size if size != -1 else 1
-    sizes = [len(devices) // fixed if size == -1 else size for size in sizes]
-    total = sizes[0] * sizes[1] * sizes[2]
-    if total != len(devices):
-        raise UserError(f"mesh data={config.data} fsdp={config.fsdp} tensor={config.tensor} does not fit {len(devices)} devices")
-    return jax.make_mesh(tuple(sizes), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    wanted = [getattr(config, axis) for axis in AXES]
+    fixed = math.prod(size for size in wanted if size != -1)
+    sizes = tuple(len(devices) // fixed if size == -1 else size for size in wanted)
+    if math.prod(sizes) != len(devices):
+        named = " ".join(f"{axis}={size}" for axis, size in zip(AXES, wanted, strict=True) if size != 1 or axis in ("data", "fsdp"))
+        raise UserError(f"mesh {named} does not fit {len(devices)} devices")
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def parts(mesh: Mesh | None, name: str, rules: Rules = TRAINING_RULES) -> int:
+    """Into how many parts the mesh cuts an axis of this logical name."""
+    axes = rules[name]
+    if mesh is None or axes is None:
+        return 1
+    return math.prod(mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes))
 
 
 def spec(axes: Sequence[str | None], rules: Rules) -> PartitionSpec:
@@ -63,16 +81,18 @@ def constrain(x: jax.Array, mesh: Mesh | None, axes: Sequence[str | None], rules
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(axes, rules)))
 
 
-def check_divisible(config: ModelConfig, mesh: Mesh) -> None:
-    """Raises `UserError` when a parameter axis cannot be split evenly over the mesh."""
-    tensor, fsdp = mesh.shape["tensor"], mesh.shape["fsdp"]
-    for name, size, parts in (
-        ("model.num_kv_heads", config.num_kv_heads, tensor),
-        ("model.num_heads", config.num_heads, tensor),
-        ("model.expert_d_ff", config.expert_d_ff, tensor) if config.num_experts else ("model.d_ff", config.d_ff, tensor),
-        ("model.vocab_size", config.vocab_size, tensor),
-        ("model.d_model", config.d_model, fsdp),
+def check_divisible(config: ModelConfig, mesh: Mesh, lengths: Sequence[int] = ()) -> None:
+    """Raises `UserError` when an axis of a parameter, or a row of one of these lengths, cannot be split evenly over the mesh."""
+    experts = [("model.num_experts", config.num_experts, "expert"), ("model.expert_d_ff", config.expert_d_ff, "mlp")]
+    for name, size, logical in (
+        ("model.num_kv_heads", config.num_kv_heads, "kv_heads"),
+        ("model.num_heads", config.num_heads, "heads"),
+        *(experts if config.num_experts else [("model.d_ff", config.d_ff, "mlp")]),
+        ("model.vocab_size", config.vocab_size, "vocab"),
+        ("model.d_model", config.d_model, "embed"),
+        *(("training.buckets", length, "length") for length in lengths),
     ):
-        if size % parts:
-            axis = "fsdp" if name == "model.d_model" else "tensor"
-            raise UserError(f"{name}={size} cannot be split over mesh.{axis}={parts}; choose a divisor")
+        if size % parts(mesh, logical):
+            axes = TRAINING_RULES[logical]
+            named = " * ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+            raise UserError(f"{name}={size} cannot be split over {named}; choose a divisor")

@@ -189,7 +189,7 @@ async def rl_stage(run: Run, stage: StageConfig, update: Update, state: TrainSta
     await run.load_engine(state.weights)
     await run.warm_up_engine(run.agent(stage, use_tools=not srl))
     trainer_old = training.old_logprobs == "trainer"
-    shapes = microbatch_shapes(training.buckets, training.microbatch_tokens, nominal_rows, update.shards)
+    shapes = microbatch_shapes(training.buckets, training.microbatch_tokens, nominal_rows, update.shards, training.packing)
     await run.on_device(update.warm_up, state, shapes, trainer_old)
     run.progress.start(stage.name, stage.steps, run.position.stage_step)
 
@@ -226,6 +226,7 @@ async def rl_stage(run: Run, stage: StageConfig, update: Update, state: TrainSta
                         shards=update.shards,
                         pad_id=run.tokenizer.pad_id,
                         routed=config.model.routed,
+                        packing=training.packing,
                     )
                     for part in rows
                 ]

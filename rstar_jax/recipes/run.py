@@ -227,7 +227,7 @@ async def open_pool(config: ToolConfig) -> AsyncIterator[Runner]:
 async def open_run(config: RunConfig, workdir: pathlib.Path, progress: Progress) -> AsyncIterator[Run]:
     """Open everything; on the way out, every process, thread and file is closed again."""
     mesh = make_mesh(config.mesh)
-    check_divisible(config.model, mesh)
+    check_divisible(config.model, mesh, config.training.buckets)
     chat = chat_format(config.text)
     check_workdir(config, workdir)
     tokenizer = make_tokenizer(config, chat, workdir)

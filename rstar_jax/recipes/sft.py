@@ -50,7 +50,7 @@ async def sft_stage(run: Run, stage: StageConfig, update: Update, state: TrainSt
     rate = learning_rate(stage, config.training)
     index = run.position.stage
     training = config.training
-    shapes = microbatch_shapes(training.buckets, training.microbatch_tokens, stage.rows_per_step, update.shards)
+    shapes = microbatch_shapes(training.buckets, training.microbatch_tokens, stage.rows_per_step, update.shards, training.packing)
     await run.on_device(update.warm_up, state, shapes, False)
 
     run.progress.start(stage.name, stage.steps, run.position.stage_step)
@@ -65,6 +65,7 @@ async def sft_stage(run: Run, stage: StageConfig, update: Update, state: TrainSt
                 shards=update.shards,
                 pad_id=run.tokenizer.pad_id,
                 routed=config.model.routed,
+                packing=training.packing,
             )
             state, means = await run.on_device(update.step, state, batches)
         run.advance(index, step + 1, (step + 1) * stage.rows_per_step)

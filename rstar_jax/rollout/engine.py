@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from rstar_jax.config import ModelConfig, RolloutConfig
 from rstar_jax.model import qwen
+from rstar_jax.model.sharding import ROLLOUT_RULES, parts
 from rstar_jax.rollout.device import Counters, Device, Round
 from rstar_jax.rollout.planner import Planner
 from rstar_jax.rollout.scheduler import Place, Pool, Request, Scheduler
@@ -55,10 +56,10 @@ class SlotEngine:
         self.expected: dict[Request, None] = {}  # trajectories that have been sent here and are not here yet
         self._rollout = rollout
         pools = pools_of(rollout, capacity)
-        parts = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+        shards = parts(mesh, "slots", ROLLOUT_RULES)
         for pool in pools:
-            if pool.slots % parts:
-                raise UserError(f"a pool of {pool.slots} slots must be a multiple of the {parts} devices on mesh axes data and fsdp")
+            if pool.slots % shards:
+                raise UserError(f"a pool of {pool.slots} slots must be a multiple of the {shards} devices that slots are spread over")
         self._programs = Device(model, rollout, pools, self.stop_ids, mesh)
         self._planner = Planner(rollout, pools, self._programs.counters, self._programs.head_length)
         self._loaded = False

@@ -20,6 +20,7 @@ from rstar_jax.algorithms import objectives, sft
 from rstar_jax.config import ModelConfig, StageConfig
 from rstar_jax.model import lora
 from rstar_jax.model.logprobs import score
+from rstar_jax.model.sharding import TRAINING_RULES, parts, spec
 from rstar_jax.training.batching import dead_microbatch
 from rstar_jax.training.state import TrainState
 from rstar_jax.types import Array, Sums, TrainBatch, UserError
@@ -101,8 +102,8 @@ class Update:
 
     def __init__(self, model: ModelConfig, loss: LossFn, optimizer: optax.GradientTransformation, temperature: float, mesh: Mesh):
         self.mesh = mesh
-        self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        self._rows = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+        self.shards = parts(mesh, "batch")
+        self._rows = NamedSharding(mesh, spec(("batch", "length"), TRAINING_RULES))
         self._score = jax.jit(functools.partial(_score, model=model, temperature=temperature, mesh=mesh))
         measure = functools.partial(_measure, model=model, loss=loss, temperature=temperature, mesh=mesh)
         self._measure = measure
@@ -111,7 +112,7 @@ class Update:
         self._programs: _Programs | None = None
 
     def place(self, batch: TrainBatch) -> TrainBatch:
-        """The batch on the devices, rows over data and fsdp: the one crossing from host to device."""
+        """The batch on the devices, rows and their tokens in parts: the one crossing from host to device."""
         return jax.device_put(batch, self._rows)
 
     def score(self, state: TrainState, batch: TrainBatch) -> TrainBatch:

@@ -8,15 +8,15 @@ from jax.sharding import PartitionSpec
 
 from rstar_jax.config import MeshConfig, ModelConfig
 from rstar_jax.model import qwen
-from rstar_jax.model.sharding import ROLLOUT_RULES, TRAINING_RULES, check_divisible, make_mesh, shardings, spec
+from rstar_jax.model.sharding import AXES, ROLLOUT_RULES, TRAINING_RULES, check_divisible, make_mesh, shardings, spec
 from rstar_jax.types import UserError
 
 MODEL = ModelConfig(vocab_size=64, num_layers=2, d_model=16, d_ff=32, num_heads=4, num_kv_heads=2, head_dim=8)
 
 
 def test_one_axis_may_take_the_rest():
-    assert dict(make_mesh(MeshConfig(-1, 2, 2)).shape) == {"data": 2, "fsdp": 2, "tensor": 2}
-    assert dict(make_mesh(MeshConfig(), jax.devices()[:1]).shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+    assert dict(make_mesh(MeshConfig(-1, 2, 2)).shape) == {"data": 2, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
+    assert dict(make_mesh(MeshConfig(), jax.devices()[:1]).shape) == dict.fromkeys(AXES, 1)
 
 
 @pytest.mark.parametrize("sizes", [(3, 1, 1), (-1, 3, 1), (16, 1, 1), (1, 1, 1)])
@@ -26,9 +26,9 @@ def test_sizes_that_do_not_fit_the_devices_are_refused(sizes):
 
 
 def test_rules_map_names_to_axes():
-    assert spec(("layers", "embed", "heads"), TRAINING_RULES) == PartitionSpec(None, "fsdp", "tensor")
+    assert spec(("layers", "embed", "heads"), TRAINING_RULES) == PartitionSpec(None, ("fsdp", "context"), "tensor")
     assert spec(("layers", "embed", "heads"), ROLLOUT_RULES) == PartitionSpec(None, None, "tensor")
-    assert spec(("batch", None, None), TRAINING_RULES) == PartitionSpec(("data", "fsdp"), None, None)
+    assert spec(("batch", None, None), TRAINING_RULES) == PartitionSpec(("data", "fsdp", "expert"), None, None)
 
 
 def test_parameters_are_created_in_their_shards():

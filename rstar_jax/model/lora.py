@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from rstar_jax.config import ModelConfig
 from rstar_jax.model import qwen
+from rstar_jax.model.precision import wide
 
 A, B = "adapter_a", "adapter_b"
 
@@ -49,16 +50,20 @@ def attach(frozen: qwen.Params, adapters: qwen.Params) -> qwen.Params:
 
 
 def merge(params: qwen.Params, config: ModelConfig) -> qwen.Params:
-    """Attached adapters added to their matrices, W + (alpha / r) A B in float32; params without adapters as they are."""
+    """Attached adapters added to their matrices; params without adapters as they are."""
+    return {**params, "layers": merge_layers(params["layers"], config)}
+
+
+def merge_layers(layers: qwen.Params, config: ModelConfig) -> dict[str, Any]:
+    """Of one layer, or of several stacked, W + (alpha / r) A B in float32 at least."""
 
     def matrix(weights: Mapping[str, Any]) -> dict[str, Any]:
-        a, b = (weights[name].astype(jnp.float32) for name in (A, B))
-        kernel = weights["kernel"] + scale(config) * jnp.einsum("lir,lro->lio", a, b)
+        a, b = (wide(weights[name]) for name in (A, B))
+        kernel = weights["kernel"] + scale(config) * jnp.einsum("...ir,...ro->...io", a, b)
         rest = {name: value for name, value in weights.items() if name not in (A, B)}
         return {**rest, "kernel": kernel.astype(weights["kernel"].dtype)}
 
-    layers = {name: matrix(weights) if A in weights else weights for name, weights in params["layers"].items()}
-    return {**params, "layers": layers}
+    return {name: matrix(weights) if A in weights else weights for name, weights in layers.items()}
 
 
 def scale(config: ModelConfig) -> float:

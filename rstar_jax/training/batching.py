@@ -2,11 +2,12 @@
 
 A microbatch has a bucket's length and that bucket's fixed number of rows, so a run uses one program per bucket. Rows that do not
 fill a microbatch of their bucket are carried to the next longer one, so that only the last microbatch of an update is padded with
-dead rows; what is dead or padding weighs 0.
+dead rows; what is dead or padding weighs 0. With packing there is one bucket, and its rows hold several sequences each.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 
@@ -26,6 +27,10 @@ class Row:
     advantage: float = 0.0
     experts: np.ndarray | None = None
 
+    def __post_init__(self) -> None:
+        if self.trainable[0]:
+            raise ValueError("the first token of a sequence has no log-prob and cannot be trainable")
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -41,14 +46,32 @@ def rows_per_microbatch(length: int, microbatch_tokens: int, nominal_rows: int, 
     return max(shards, wanted // shards * shards) if wanted >= shards else shards
 
 
-def microbatch_shapes(buckets: Sequence[int], microbatch_tokens: int, nominal_rows: int, shards: int) -> tuple[tuple[int, int], ...]:
+def microbatch_shapes(
+    buckets: Sequence[int], microbatch_tokens: int, nominal_rows: int, shards: int, packing: bool = False
+) -> tuple[tuple[int, int], ...]:
     """Every shape [rows, tokens] that `microbatches` can give."""
-    return tuple((rows_per_microbatch(bucket, microbatch_tokens, nominal_rows, shards), bucket) for bucket in buckets)
+    used = buckets[-1:] if packing else buckets
+    return tuple((rows_per_microbatch(bucket, microbatch_tokens, nominal_rows, shards), bucket) for bucket in used)
 
 
 def dead_microbatch(rows: int, tokens: int, routed: tuple[int, int] | None = None) -> TrainBatch:
     """A microbatch that weighs nothing."""
     return _stack([], tokens, rows, 0, routed)
+
+
+def pack(rows: Sequence[Row], length: int) -> list[list[Row]]:
+    """The rows in bins of at most `length` tokens: longest first, each into the fullest bin that has room (best-fit decreasing, at
+    most 11/9 of the fewest bins and one more; Johnson 1973). Bins keep the order in which they were opened."""
+    bins: list[list[Row]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, bin), sorted
+    for row in sorted(rows, key=len, reverse=True):
+        at = bisect.bisect_left(room, (len(row), -1))
+        left, index = room.pop(at) if at < len(room) else (length, len(bins))
+        if index == len(bins):
+            bins.append([])
+        bins[index].append(row)
+        bisect.insort(room, (left - len(row), index))
+    return bins
 
 
 def microbatches(
@@ -60,19 +83,25 @@ def microbatches(
     shards: int = 1,
     pad_id: int = 0,
     routed: tuple[int, int] | None = None,
+    packing: bool = False,
 ) -> list[TrainBatch]:
-    """Batches of numpy arrays that hold every row once, shortest bucket first.
+    """Batches of numpy arrays that hold every row once, shortest bucket first; with `packing` several to a row of the last bucket's
+    length, each a segment of its own.
 
     `nominal_rows` is the number of rows of a full update: it fixes shapes even when fewer are given. `routed` is that of a model with
     experts (`ModelConfig.routed`). Raises `UserError` for a row longer than the last bucket.
     """
-    remaining = sorted(rows, key=len)
-    if remaining and len(remaining[-1]) > buckets[-1]:
-        raise UserError(f"a sequence of {len(remaining[-1])} tokens is longer than the last of training.buckets={tuple(buckets)}")
+    longest = max(map(len, rows), default=0)
+    if longest > buckets[-1]:
+        raise UserError(f"a sequence of {longest} tokens is longer than the last of training.buckets={tuple(buckets)}")
+    if packing:
+        remaining, buckets = pack(rows, buckets[-1]), buckets[-1:]
+    else:
+        remaining = [[row] for row in sorted(rows, key=len)]
     batches = []
     for bucket in buckets:
         size = rows_per_microbatch(bucket, microbatch_tokens, nominal_rows, shards)
-        fitting = sum(len(row) <= bucket for row in remaining)
+        fitting = sum(sum(map(len, row)) <= bucket for row in remaining)
         last = fitting == len(remaining)
         while fitting >= size or (last and fitting):
             batches.append(_stack(remaining[:size], bucket, size, pad_id, routed))
@@ -81,21 +110,24 @@ def microbatches(
     return batches
 
 
-def _stack(rows: Sequence[Row], length: int, size: int, pad_id: int, routed: tuple[int, int] | None) -> TrainBatch:
+def _stack(rows: Sequence[Sequence[Row]], length: int, size: int, pad_id: int, routed: tuple[int, int] | None) -> TrainBatch:
+    """Each row holds its sequences one behind the other."""
+
     def filled(value: float, dtype: type) -> np.ndarray:
         return np.full((size, length), value, dtype)
 
     tokens, segments, trainable = filled(pad_id, np.int32), filled(0, np.int32), filled(0, bool)
     advantage, logps = filled(0, np.float32), filled(np.nan, np.float32)
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), (size, length)).copy()
+    experts = None if routed is None else np.full((size, length, *routed), -1, np.int16)
     for i, row in enumerate(rows):
-        n = len(row)
-        tokens[i, :n], segments[i, :n], trainable[i, :n], logps[i, :n] = row.ids, 1, row.trainable, row.logps
-        advantage[i] = row.advantage
-    experts = None
-    if routed is not None:
-        experts = np.full((size, length, *routed), -1, np.int16)
-        for i, row in enumerate(rows):
-            if row.experts is not None:
-                experts[i, : len(row)] = row.experts
+        start = 0
+        for number, sequence in enumerate(row, 1):
+            here = i, slice(start, start + len(sequence))
+            tokens[here], segments[here], trainable[here] = sequence.ids, number, sequence.trainable
+            logps[here], advantage[here] = sequence.logps, sequence.advantage
+            positions[here] = np.arange(len(sequence))
+            if experts is not None and sequence.experts is not None:
+                experts[here] = sequence.experts
+            start += len(sequence)
     return TrainBatch(tokens, positions, segments, trainable, advantage, logps, logps.copy(), experts)

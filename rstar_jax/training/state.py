@@ -53,15 +53,38 @@ def first_state(params: qwen.Params, model: ModelConfig, optimizer: optax.Gradie
     return with_optimizer(make(model, jax.random.key(seed)), optimizer, updates, mesh, params)
 
 
+def optimizer_shardings(optimizer: optax.GradientTransformation, params: qwen.Params, mesh: Mesh) -> Any:
+    """`NamedSharding` of every array of the optimiser's state: moments lie in their parameters' shards, counters on every device.
+    `params` may be shapes with shardings."""
+    replicated = NamedSharding(mesh, PartitionSpec())
+    known = dict(jax.tree_util.tree_leaves_with_path(params))
+
+    def where(path: Any, x: Any) -> NamedSharding:
+        """Of the parameter that the end of the path names, wherever an optimiser keeps its moments (optax's own map of parameters
+        does not know masked ones, as muon has)."""
+        ends = (path[i:] for i in range(len(path)))
+        parameter = next((known[end] for end in ends if end in known and known[end].shape == x.shape), None)
+        return replicated if parameter is None else parameter.sharding
+
+    return jax.tree_util.tree_map_with_path(where, jax.eval_shape(optimizer.init, params))
+
+
 def with_optimizer(
     params: qwen.Params, optimizer: optax.GradientTransformation, updates: Array, mesh: Mesh, frozen: qwen.Params | None = None
 ) -> TrainState:
-    """The same parameters with a fresh optimiser state (a stage that resets it). Its moments lie in their parameters' shards, its
-    counters on every device, so that the first update's program is every update's."""
-    replicated = NamedSharding(mesh, PartitionSpec())
+    """The same parameters with a fresh optimiser state (a stage that resets it), created in its shards, so that the first update's
+    program is every update's."""
+    moments = jax.jit(optimizer.init, out_shardings=optimizer_shardings(optimizer, params, mesh))(params)
+    return TrainState(params, moments, jax.device_put(updates, NamedSharding(mesh, PartitionSpec())), frozen)
 
-    def settle(x: jax.Array) -> jax.Array:
-        return x if isinstance(x.sharding, NamedSharding) and x.ndim else jax.device_put(x, replicated)
 
-    state = TrainState(params, jax.jit(optimizer.init)(params), updates)
-    return dataclasses.replace(jax.tree.map(settle, state), frozen=frozen)
+def abstract_state(model: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Shapes and shardings of `init_state`'s result (without adapters), without allocating it."""
+
+    def placed(shapes: Any, where: Any) -> Any:
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, where)
+
+    params = placed(qwen.abstract_params(model), param_shardings(model, mesh))
+    moments = placed(jax.eval_shape(optimizer.init, params), optimizer_shardings(optimizer, params, mesh))
+    updates: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec()))
+    return TrainState(params, moments, updates)

@@ -13,7 +13,7 @@ from rstar_jax.config import MeshConfig, ModelConfig, StageConfig, TrainingConfi
 from rstar_jax.model.sharding import make_mesh
 from rstar_jax.training.batching import Row, microbatch_shapes, microbatches
 from rstar_jax.training.optimizer import learning_rate, make_optimizer
-from rstar_jax.training.state import init_state
+from rstar_jax.training.state import abstract_state, init_state
 from rstar_jax.training.update import Update, loss_function
 from rstar_jax.types import UserError
 
@@ -191,3 +191,18 @@ def test_schedules():
 def test_an_unknown_objective_is_named_with_the_known_ones():
     with pytest.raises(UserError, match="choose one of sft, clip_higher"):
         loss_function(dataclasses.replace(RL, objective="dpo"))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_moments_lie_in_their_parameters_shards(optimizer):
+    """The state is what memory is planned by: a moment on every device would be four bytes a parameter on each."""
+    stage = dataclasses.replace(RL, optimizer=optimizer)
+    update, state = make_update(stage, sizes=(1, 4, 2))
+    batches = microbatches(make_rows(), buckets=(32,), microbatch_tokens=10**6, nominal_rows=16, shards=4)
+    after, _ = update.step(state, batches)
+    shapes = abstract_state(MODEL, make_optimizer(stage, TRAINING), update.mesh)
+    for planned, kept in zip(jax.tree.leaves(shapes), jax.tree.leaves(after), strict=True):
+        assert (planned.shape, planned.dtype) == (kept.shape, kept.dtype)
+        assert planned.sharding.is_equivalent_to(kept.sharding, kept.ndim)
+    held = sum(shard.data.nbytes for x in jax.tree.leaves(after) for shard in x.addressable_shards)
+    assert held < 2 * sum(x.nbytes for x in jax.tree.leaves(after))  # norms and counters alone are on all eight

@@ -40,8 +40,8 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # see model/rope.py
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder of the Qwen and Llama families. Sizes in elements; `dtype` is what activations and matmuls use, `param_dtype` what is
-    stored. Norms, softmax, router and log-probs are at least float32 in any case; float64 needs JAX_ENABLE_X64. `dtype="auto"` stands
-    until a run starts, which makes it float32 on CPUs and bfloat16 elsewhere (`recipes/pretrained.py`) and records that."""
+    stored. Norms, softmax, router and log-probs are float32 at least. `dtype="auto"` stands until a run starts, which makes it
+    float32 on CPUs and bfloat16 elsewhere (`recipes/pretrained.py`) and records that. (Tests build float64 models, under x64.)"""
 
     vocab_size: int = 512
     num_layers: int = 3
@@ -95,8 +95,8 @@ class ModelConfig:
             raise UserError(f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise UserError(f"model.head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
-        _choice("model", "dtype", self.dtype, ("auto", "float32", "bfloat16", "float64"))
-        _choice("model", "param_dtype", self.param_dtype, ("float32", "bfloat16", "float64"))
+        _choice("model", "dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        _choice("model", "param_dtype", self.param_dtype, ("float32", "bfloat16"))
         _choice("model", "remat", self.remat, ("none", "dots", "full"))
         _choice("model", "attention", self.attention, ATTENTION)
         _choice("model", "rope_type", self.rope_type, ROPE_TYPES)

@@ -47,6 +47,7 @@ def cached(positions_bt: jax.Array, capacity: int) -> Visibility:
 
 
 Places = tuple[jax.Array, jax.Array]
+"""Segments and orders of some tokens, [B, T] int32 each."""
 
 
 def attention(

@@ -36,13 +36,14 @@ def token_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
     """log softmax(z / temperature)[target] and the entropy of softmax(z / temperature), both [B, T] nats, float32 at least.
 
-    `hidden_btd` predicts `targets_bt` entry by entry (the caller shifts). Every device works on `chunk` of its own tokens at a time
-    (default `config.logprob_chunk`), each chunk rematerialised in the backward pass; any T, B and leading shape is allowed. The loop
-    runs over a piece of every row's every part over `context`, so that no device waits for, or gathers, the tokens of another.
+    `hidden_btd` predicts `targets_bt` entry by entry (the caller shifts). Every device works on at most `chunk` of its own tokens at
+    a time (default `config.logprob_chunk`), though on one of each of its rows at least; each chunk is rematerialised in the backward
+    pass; any B and T are allowed. The loop runs over a piece of every row's every part over `context`, so that no device waits for,
+    or gathers, the tokens of another.
     """
     hidden_btd, targets_bt = jnp.asarray(hidden_btd), jnp.asarray(targets_bt)
     batch, length = targets_bt.shape
-    scale = jnp.asarray(temperature, hidden_btd.dtype).astype(wide_dtype(hidden_btd))
+    scale = jnp.asarray(temperature, wide_dtype(hidden_btd))
     cuts = parts(mesh, "length") if length % parts(mesh, "length") == 0 else 1
     rows, tokens = -(-batch // parts(mesh, "batch")), length // cuts
     size = min(tokens, max(1, (chunk or config.logprob_chunk) // rows))

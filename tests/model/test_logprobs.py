@@ -55,3 +55,13 @@ def test_a_single_row_is_enough(case):
     params, hidden, targets = case
     logp, _ = token_logprobs(params, CONFIG, hidden[:1], targets[:1])
     np.testing.assert_allclose(logp[0], oracle(params, hidden, targets, 1.0)[0][0], atol=2e-5)
+
+
+def test_a_temperature_is_not_rounded_to_the_activations_precision(case):
+    """0.6 is 0.6016 in bfloat16, which the sampler's float32 would disagree with."""
+    params, hidden, targets = case
+    rounded = hidden.astype(jnp.bfloat16)
+    exact = jax.tree.map(lambda p: np.asarray(p.astype(jnp.bfloat16), np.float32), params)
+    logp, _ = token_logprobs(params, CONFIG, rounded, targets, temperature=0.6)
+    assert logp.dtype == jnp.float32
+    np.testing.assert_allclose(logp, oracle(exact, np.asarray(rounded, np.float32), targets, 0.6)[0], atol=1e-4)

@@ -42,8 +42,15 @@ def test_parameters_are_created_in_their_shards():
 
 @pytest.mark.parametrize(
     ("changes", "sizes", "named"),
-    [({}, (1, 1, 8), "num_kv_heads"), ({"d_model": 12}, (1, 8, 1), "d_model"), ({"vocab_size": 63}, (4, 1, 2), "vocab_size")],
+    [
+        ({}, (1, 1, 8), "num_kv_heads"),
+        ({"d_model": 12}, (1, 8, 1), "d_model=12 cannot be split over mesh.fsdp=8 . mesh.context=1"),
+        ({"d_model": 12}, (1, 2, 1, 4), "d_model=12 cannot be split over mesh.fsdp=2 . mesh.context=4"),
+        ({"vocab_size": 63}, (4, 1, 2), "vocab_size"),
+        ({"num_experts": 6, "experts_per_token": 2, "expert_d_ff": 8}, (2, 1, 1, 1, 4), "num_experts"),
+        ({}, (4, 1, 1, 2), "training.buckets=33 cannot be split over mesh.context=2"),
+    ],
 )
 def test_an_axis_that_does_not_divide_is_named(changes, sizes, named):
-    with pytest.raises(UserError, match=f"{named}=.* cannot be split"):
-        check_divisible(dataclasses.replace(MODEL, **changes), make_mesh(MeshConfig(*sizes)))
+    with pytest.raises(UserError, match=named):
+        check_divisible(dataclasses.replace(MODEL, **changes), make_mesh(MeshConfig(*sizes)), (32, 33))

@@ -11,10 +11,11 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import reference
+from rows import make_rows as any_rows
 
 from rstar_jax.config import MeshConfig, ModelConfig, StageConfig, TrainingConfig
 from rstar_jax.model.sharding import make_mesh
-from rstar_jax.training.batching import Row, microbatches
+from rstar_jax.training.batching import microbatches
 from rstar_jax.training.optimizer import make_optimizer
 from rstar_jax.training.state import init_state
 from rstar_jax.training.update import Update, loss_function
@@ -33,20 +34,11 @@ def _double():
         yield
 
 
-def make_rows(count=16, seed=0):
-    """Sequences of unequal lengths; about half of their tokens are trainable."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    for _ in range(count):
-        n = int(rng.integers(4, 17))
-        trainable = rng.random(n) < 0.6
-        trainable[0], trainable[-1] = False, True
-        logps = np.where(trainable, rng.uniform(-3.2, -2.2, n), np.nan).astype(np.float32)
-        rows.append(Row(rng.integers(0, 16, n).astype(np.int32), trainable, logps, float(rng.normal())))
-    return rows
-
-
 ONE = MeshConfig(data=1)
+
+
+def make_rows(count=16):
+    return any_rows(count, vocabulary=16, longest=16, logps=(-3.2, -2.2))
 
 
 def accumulated(model, mesh=ONE, rows=None, stage=STAGE, change=None, **options):

@@ -2,12 +2,17 @@
 
 import dataclasses
 import math
+import pathlib
+import sys
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+from rows import make_rows
 
 from rstar_jax.config import MeshConfig, ModelConfig, StageConfig, TrainingConfig
 from rstar_jax.model.sharding import make_mesh
@@ -29,18 +34,6 @@ def make_update(stage=RL, sizes=(1, 1, 1), temperature=1.0):
     optimizer = make_optimizer(stage, TRAINING)
     update = Update(MODEL, loss_function(stage), optimizer, temperature, mesh)
     return update, init_state(MODEL, optimizer, 0, mesh)
-
-
-def make_rows(count=16, seed=0):
-    rng = np.random.default_rng(seed)
-    rows = []
-    for _ in range(count):
-        n = int(rng.integers(6, 30))
-        trainable = rng.random(n) < 0.6
-        trainable[0], trainable[-1] = False, True
-        logps = np.where(trainable, rng.uniform(-6, -3, n), np.nan).astype(np.float32)
-        rows.append(Row(rng.integers(0, 64, n).astype(np.int32), trainable, logps, float(rng.normal())))
-    return rows
 
 
 def accumulate(update, state, rows, **options):

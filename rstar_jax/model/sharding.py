@@ -51,7 +51,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     fixed = math.prod(size for size in wanted if size != -1)
     sizes = tuple(len(devices) // fixed if size == -1 else size for size in wanted)
     if math.prod(sizes) != len(devices):
-        named = " ".join(f"{axis}={size}" for axis, size in zip(AXES, wanted, strict=True) if size != 1 or axis in ("data", "fsdp"))
+        named = " ".join(
+            f"{axis}={size}" for axis, size in zip(AXES, wanted, strict=True) if size != 1 or axis in ("data", "fsdp", "tensor")
+        )
         raise UserError(f"mesh {named} does not fit {len(devices)} devices")
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 

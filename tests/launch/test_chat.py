@@ -44,15 +44,10 @@ def test_an_answer_that_was_cut_says_so(command, trained):
 
 
 def test_an_interrupt_while_it_waits_for_a_question_ends_it(trained):
-    command = [sys.executable, "-m", "launch.chat", f"--workdir={trained.workdir}"]
+    # a shell starts what it runs in the background, perhaps this test, with interrupts ignored
+    command = ["env", "--default-signal=INT", sys.executable, "-m", "launch.chat", f"--workdir={trained.workdir}"]
     pipe = subprocess.PIPE
-
-    def heed_interrupts():  # a shell starts what it runs in the background with interrupts ignored
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    with subprocess.Popen(
-        command, cwd=ROOT, env=ENVIRONMENT, stdin=pipe, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed_interrupts
-    ) as process:
+    with subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         process.stdin.write("What is 12 times 48?\n")
         process.stdin.flush()
         for line in process.stdout:  # the answer has begun

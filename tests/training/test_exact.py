@@ -126,9 +126,7 @@ def named(mesh):
 @pytest.mark.parametrize("mesh", MESHES, ids=named)
 def test_no_mesh_changes_anything(expected, mesh, attention):
     model = dataclasses.replace(MODEL, attention=attention, remat="full", logprob_chunk=8)
-    assert_same(accumulated(model, mesh)[0], expected[MODEL])
-    packed = accumulated(model, mesh, buckets=(40,), packing=True)[0]
-    assert_same(packed, expected[MODEL])
+    assert_same(accumulated(model, mesh, buckets=(40,), packing=True)[0], expected[MODEL])  # not packed: tests/training/test_update.py
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_rollouts_spread_by_free_cache_and_are_the_same_wherever_they_run(params
         assert ids == other
         np.testing.assert_allclose(logps, others, atol=1e-5)
     shares = [engine.counters.trajectories for engine in balanced.engines]
-    assert sum(shares) == 40 and min(shares) >= 4 and shares[1] > shares[0]  # two slots and six
+    assert sum(shares) == 40 and shares[0] >= 2 and shares[1] >= 6  # all slots at once; who is sooner free gets the rest
     for engine in balanced.engines:
         assert engine.scheduler.free_slots == engine.scheduler.pools[0].slots and not engine.expected
 

@@ -1,21 +1,32 @@
 """The clipped policy loss: hand-computed cases, a float64 oracle, and what it must not depend on."""
 
 import chex
+import hypothesis
+import hypothesis.extra.numpy
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from absl.testing import parameterized
+from hypothesis import strategies as st
 
-from rstar_jax.algorithms.objectives import AGGREGATIONS, policy_loss, sequence_policy_loss
+from rstar_jax.algorithms.objectives import (
+    AGGREGATIONS,
+    IMPORTANCE_MODES,
+    aggregate,
+    cispo_loss,
+    policy_loss,
+    sequence_policy_loss,
+)
 from rstar_jax.types import Sums, UserError
 
 NAN, INF = float("nan"), float("inf")
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+HORIZON = 7
 
 
 def loss_of(logp, old, advantage, trainable, **options) -> Sums:
-    return policy_loss(logp, old, advantage, trainable, **(CLIP | options))
+    return policy_loss(logp, old, advantage, trainable, **(CLIP | {"horizon": HORIZON} | options))
 
 
 def numerator(logp, old, advantage, trainable, **options) -> tuple[jax.Array, Sums]:
@@ -60,6 +71,8 @@ def oracle(case: dict[str, np.ndarray], aggregation: str, packed: bool) -> dict[
     tokens = sum(map(len, by_sequence.values()))
     if aggregation == "token_mean":
         loss = (sum(map(sum, by_sequence.values())), tokens)
+    elif aggregation == "constant":
+        loss = (sum(map(sum, by_sequence.values())) / HORIZON, len(by_sequence))
     else:
         loss = (sum(sum(losses) / len(losses) for losses in by_sequence.values()), len(by_sequence))
     return {"loss": loss} | {name: (value, tokens) for name, value in totals.items()}
@@ -146,10 +159,25 @@ class HandComputedTest(chex.TestCase):
         assert int(sums.counts["ratio"]) == 3  # metrics are token means
 
     @chex.variants(with_jit=True, without_jit=True)
+    def test_constant_divides_by_the_horizon_and_the_sequences(self):
+        # verl's agg_loss, seq-mean-token-sum-norm with loss_scale_factor 4: ((1 + 2 + 3) / 4 + 6 / 4) / 2; a sequence without a
+        # trainable token is not counted
+        values = np.array([[1.0, 2.0, 3.0, NAN], [6.0, NAN, NAN, NAN], [NAN] * 4], np.float32)
+        numerator, count = self.variant(lambda v: aggregate(v, ~np.isnan(values), "constant", horizon=4))(values)
+        assert (float(numerator), int(count)) == (3.0, 2)
+
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_constant_weighs_all_tokens_alike_whatever_the_lengths(self):
+        mask = np.arange(20)[None] < np.array([[2], [20]])
+        logp = np.full((2, 20), -1.0, np.float32)
+        gradient = self.variant(lambda l: gradient_of_mean(l, logp, np.ones(2), mask, aggregation="constant", horizon=20))(logp)
+        np.testing.assert_allclose(gradient, np.where(mask, -1 / 40, 0.0), rtol=1e-6)
+
+    @chex.variants(with_jit=True, without_jit=True)
     def test_tokens_of_no_sequence_are_never_counted(self):
         everywhere, sequences = np.ones((1, 4), bool), np.array([[1, 1, 0, 0]])
         logp = np.zeros((1, 4), np.float32)
-        for aggregation, count in (("token_mean", 2), ("sequence_mean", 1)):
+        for aggregation, count in (("token_mean", 2), ("sequence_mean", 1), ("constant", 1)):
             run = self.variant(lambda s, a=aggregation: loss_of(logp, logp, np.ones((1, 4)), everywhere, aggregation=a, sequences_bt=s))
             assert int(run(sequences).counts["loss"]) == count
 
@@ -314,8 +342,14 @@ def gradient(case, aggregation: str, packed: bool) -> np.ndarray:
 
 def test_bad_arguments_are_refused():
     logp, mask = np.zeros((1, 2), np.float32), np.ones((1, 2), bool)
-    with pytest.raises(UserError, match="token_mean, sequence_mean"):
+    with pytest.raises(UserError, match="token_mean, sequence_mean, constant"):
         loss_of(logp, logp, np.ones(1), mask, aggregation="mean")
+    with pytest.raises(UserError, match="horizon"):
+        policy_loss(logp, logp, np.ones(1), mask, **CLIP, aggregation="constant")
+    with pytest.raises(UserError, match="truncate, mask"):
+        loss_of(logp, logp, np.ones(1), mask, sampler_logp_bt=logp, importance_cap=2.0, importance_mode="drop")
+    with pytest.raises(UserError, match=r"importance_cap=0\.5"):
+        loss_of(logp, logp, np.ones(1), mask, sampler_logp_bt=logp, importance_cap=0.5, importance_mode="mask")
     with pytest.raises(AssertionError):
         loss_of(logp, logp[:, :1], np.ones(1), mask)
 
@@ -393,3 +427,128 @@ def test_gspo_against_the_formula_in_float64(packed):
     np.testing.assert_allclose(value, loss, rtol=1e-5)
     assert int(sums.counts["loss"]) == count
     np.testing.assert_allclose(gradient, slope, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [policy_loss, cispo_loss])
+def test_masked_importance_rejects_tokens_on_both_sides_and_keeps_them_in_the_count(loss):
+    """IcePop's M(k) = k within [1/2, 2], else 0, as TRL's token_mask: k = 0.4, 0.5, 0.8, 2, 3; the last token is not trained on."""
+    weights = np.array([[0.4, 0.5, 0.8, 2.0, 3.0, 1.0]])
+    mask, kept = np.array([[True] * 5 + [False]]), np.array([[0.0, 0.5, 0.8, 2.0, 0.0, 0.0]])
+    rng = np.random.default_rng(0)
+    advantage, sampler = rng.normal(size=(1, 6)), np.log(np.array([[0.5, 0.25, 0.5, 0.25, 0.1, 0.5]]))
+    old = sampler + np.log(weights)
+    logp = old + rng.normal(size=old.shape) * 0.3
+    hide = lambda x: np.where(mask, x, NAN)  # noqa: E731
+
+    def run(logp, **options):
+        sums = loss(logp, hide(old), hide(advantage), mask, **CLIP, **options)
+        return sums.values["loss"], sums
+
+    with jax.enable_x64(True):
+        bound = 2 * (1 + 1e-12)
+        options = {"sampler_logp_bt": hide(sampler), "importance_cap": bound, "importance_mode": "mask"}
+        (_, sums), gradient = jax.value_and_grad(run, has_aux=True)(jnp.asarray(hide(logp)), **options)
+        bare = jax.grad(run, has_aux=True)(jnp.asarray(hide(logp)))[0]
+    np.testing.assert_allclose(gradient, kept * np.asarray(bare), rtol=1e-12)
+    assert int(sums.counts["loss"]) == 5
+    np.testing.assert_allclose(sums.values["importance"], 3.3, rtol=1e-12)
+    assert (float(sums.values["importance_rejected"]), int(sums.counts["importance_rejected"])) == (2.0, 5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight", "clipped"),
+    [
+        (1.1, 2.0, 1.1, 0),
+        (1.5, 2.0, 1.28, 1),  # PPO has no gradient here
+        (1.5, -2.0, 1.28, 1),
+        (0.5, 2.0, 0.8, 1),
+        (0.5, -2.0, 0.8, 1),  # nor here
+        (1.25, 2.0, 1.25, 0),
+        (1.5, 0.0, 1.28, 1),
+    ],
+)
+def test_cispo_clips_the_weight_and_no_token_loses_its_gradient(ratio, advantage, weight, clipped):
+    """MiniMax-M1 Eq. 4 and 5, one token of log-prob -0.7: loss = -weight A logp, slope = -weight A."""
+    mask, old = np.array([[True, False]]), np.array([[-0.7 - np.log(ratio), NAN]], np.float32)
+
+    def run(logp):
+        sums = cispo_loss(logp, old, np.array([[advantage, NAN]]), mask, **CLIP)
+        return sums.values["loss"], sums
+
+    (loss, sums), slope = jax.value_and_grad(run, has_aux=True)(jnp.asarray([[-0.7, NAN]], jnp.float32))
+    np.testing.assert_allclose(loss, weight * advantage * 0.7, rtol=1e-6)
+    np.testing.assert_allclose(slope, [[-weight * advantage, 0.0]], rtol=1e-6)
+    assert (float(sums.values["clip_fraction"]), int(sums.counts["loss"])) == (clipped, 1)
+    np.testing.assert_allclose(sums.values["ratio"], ratio, rtol=1e-6)
+
+
+def test_cispo_without_clipping_at_the_sampling_policy_is_the_plain_policy_gradient():
+    case = example(2)
+    given = case["advantage"], case["trainable"]
+
+    def slope(loss):
+        return jax.grad(lambda logp: loss(logp, case["logp"], *given, **CLIP).values["loss"])(jnp.asarray(case["logp"]))
+
+    np.testing.assert_allclose(slope(cispo_loss), slope(policy_loss), rtol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("mode", IMPORTANCE_MODES)
+def test_cispo_against_the_formula_in_float64_with_nan_at_every_masked_token(aggregation, mode):
+    case = example(4)
+    mask, sequences = case["trainable"], case["sequences"]
+    sampler = case["old"] + np.random.default_rng(3).normal(size=mask.shape) * 0.8
+    importance = np.exp(case["old"] - sampler)
+    importance = np.minimum(importance, 1.5) if mode == "truncate" else importance * ((importance >= 1 / 1.5) & (importance <= 1.5))
+    slope = -importance * np.clip(np.exp(case["logp"] - case["old"]), 0.8, 1.28) * case["advantage"]
+    lengths = np.array([[(mask[b] & (sequences[b] == s)).sum() for s in sequences[b]] for b in range(len(mask))])
+    scale = {"token_mean": 1.0, "sequence_mean": 1 / np.maximum(lengths, 1), "constant": 1 / HORIZON}[aggregation]
+    count = mask.sum() if aggregation == "token_mean" else len({(b, sequences[b, t]) for b, t in zip(*np.nonzero(mask), strict=True)})
+    expected = np.where(mask, slope * scale, 0.0)
+    logp, old, advantage, sampler = (np.where(mask, x, NAN) for x in (case["logp"], case["old"], case["advantage"], sampler))
+
+    def run(logp):
+        sums = cispo_loss(
+            logp, old, advantage, mask, **CLIP, aggregation=aggregation, sequences_bt=sequences, horizon=HORIZON,
+            sampler_logp_bt=sampler, importance_cap=1.5, importance_mode=mode,
+        )  # fmt: skip
+        return sums.values["loss"], sums
+
+    with jax.enable_x64(True):
+        (loss, sums), gradient = jax.jit(jax.value_and_grad(run, has_aux=True))(logp)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(loss, np.nansum(expected * logp), rtol=1e-12)
+    assert int(sums.counts["loss"]) == count
+
+
+@hypothesis.settings(max_examples=40, deadline=None)
+@hypothesis.given(st.data())
+def test_every_loss_stays_float64_and_finite_and_ignores_masked_tokens(data):
+    """Any log-probs and mask; what a masked token holds changes no bit of any sum or gradient."""
+    shape = (2, 5)
+    numbers = hypothesis.extra.numpy.arrays(np.float64, shape, elements=st.floats(-60, 0))
+    logp, old, sampler = data.draw(numbers), data.draw(numbers), data.draw(numbers)
+    advantage = data.draw(hypothesis.extra.numpy.arrays(np.float64, shape, elements=st.floats(-3, 3)))
+    mask = data.draw(hypothesis.extra.numpy.arrays(bool, shape))
+    importance = {"importance_cap": 2.0, "importance_mode": data.draw(st.sampled_from(IMPORTANCE_MODES))}
+    shared = {"aggregation": data.draw(st.sampled_from(AGGREGATIONS)), "horizon": HORIZON}
+
+    def losses(logp, old, advantage, sampler):
+        given = logp, old, advantage, mask
+        return (
+            policy_loss(*given, **CLIP, **shared, **importance, sampler_logp_bt=sampler, dual_clip=3.0),
+            cispo_loss(*given, **CLIP, **shared, **importance, sampler_logp_bt=sampler),
+            sequence_policy_loss(*given, **CLIP),
+        )
+
+    def run(*given):
+        return losses(*given), jax.jacrev(lambda logp: [sums.values["loss"] for sums in losses(logp, *given[1:])])(given[0])
+
+    with jax.enable_x64(True):
+        clean = jax.device_get(run(*map(jnp.asarray, (logp, old, advantage, sampler))))
+        dirty = jax.device_get(run(*(jnp.asarray(np.where(mask, x, NAN)) for x in (logp, old, advantage, sampler))))
+    chex.assert_trees_all_equal(dirty, clean)
+    for sums, gradient in zip(*clean, strict=True):
+        assert sums.values["loss"].dtype == gradient.dtype == np.float64
+        assert all(np.isfinite(value) for value in sums.values.values()) and (gradient[~mask] == 0).all()
+        assert all(np.issubdtype(count.dtype, np.integer) for count in sums.counts.values())

@@ -30,5 +30,11 @@ setup(
         "tokenizers",
         "tqdm",
     ],
-    extras_require={"ray": ["ray"]},
+    # What an accelerator needs beside requirements.txt, at the version of its jax: a plugin speaks the interface of one jaxlib.
+    extras_require={
+        "rocm": ["jax==0.10.2", "jax-rocm7-plugin==0.10.2", "jax-rocm7-pjrt==0.10.2"],
+        "cuda": ["jax==0.10.2", "jax-cuda13-plugin[with-cuda]==0.10.2", "jax-cuda13-pjrt==0.10.2"],
+        "tpu": ["jax[tpu]==0.10.2", "libtpu==0.0.42.1"],
+        "ray": ["ray"],
+    },
 )

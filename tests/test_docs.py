@@ -314,7 +314,7 @@ def test_every_flag_is_documented_with_its_default(module):
 def commands(page):
     """(module, arguments) of every `python -m` command of ours."""
     text = page.read_text().replace("\\\n", " ")
-    for module, rest in re.findall(r"python -m ([\w.]+)([^`\n]*)", text):
+    for module, rest in re.findall(r"python -m ([\w.]+)([^`)\n]*)", text):
         if module.split(".")[0] in ("launch", "experiments"):
             yield module, shlex.split(rest)
 

@@ -1,0 +1,1 @@
+"""Compiling for AMD GPUs on a machine that has none."""

@@ -54,7 +54,7 @@ def test_the_batch_script_starts_the_run_that_it_is_given(submit):
     assert done.returncode == 0, done.stderr
     config = json.loads(done.stdout)
     assert config["seed"] == 7
-    assert config["mesh"] == {"data": 1, "fsdp": -1, "tensor": 1}
+    assert config["mesh"] == {"data": 1, "fsdp": -1, "expert": 1, "context": 1, "tensor": 1}
 
 
 def test_the_batch_script_stops_at_a_preset_that_is_refused(submit, tmp_path):

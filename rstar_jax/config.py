@@ -316,13 +316,18 @@ class StageConfig:
     over_sample: int = 0  # further rollouts per prompt; those that have not ended when `group` have are cancelled
     staleness: int = 0  # 1: a step's rollouts are sampled during the update before it, with the weights from before that update
     # objective
-    objective: str | None = None  # a name in training.update.OBJECTIVES; None: the kind's own
+    objective: str | None = None  # a name in training.losses.OBJECTIVES; None: the kind's own
     updates_per_rollout: int = 1
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 0.0  # bound of the ratio where the advantage is negative, above 1; 0: none
     importance_cap: float = 0.0  # of the weights old / sampler on the loss, with old_logprobs=trainer; 0: no such weights
+    importance_mode: str = "truncate"  # of a weight above the cap; mask: a token whose weight is outside [1/cap, cap] has none
     loss_aggregation: str = "token_mean"
+    kl_coefficient: float = 0.0  # of the divergence from the policy that the stage began with; 0: no such term
+    kl_estimator: str = "k3"
+    entropy_coefficient: float = 0.0  # of the entropy bonus
+    high_entropy_share: float = 1.0  # of an update's tokens that have an advantage: those of highest entropy
     normalize_std: bool = True
     # dynamic sampling
     refill: str = "none"
@@ -338,14 +343,26 @@ class StageConfig:
         _choice(where, "optimizer", self.optimizer, ("adamw", "muon"))
         _choice(where, "schedule", self.schedule, ("constant", "cosine"))
         _choice(where, "selection", self.selection, ("paper", "public", "random"))
-        _choice(where, "loss_aggregation", self.loss_aggregation, ("token_mean", "sequence_mean"))
+        aggregations = ("token_mean", "sequence_mean") if self.kind == "sft" else ("token_mean", "sequence_mean", "constant")
+        _choice(where, "loss_aggregation", self.loss_aggregation, aggregations)
+        _choice(where, "importance_mode", self.importance_mode, ("truncate", "mask"))
+        _choice(where, "kl_estimator", self.kl_estimator, ("k1", "k2", "k3"))
         _choice(where, "refill", self.refill, ("none", "bounded"))
         _choice(where, "similarity_unit", self.similarity_unit, ("char", "word", "token", "number"))
         _choice(where, "target_steps", self.target_steps, ("first_n_minus_1", "all", "skip_first"))
         _at_least(where, self, 1, "steps", "rows_per_step", "prompts_per_step", "group", "keep", "max_turns")
         _at_least(where, self, 1, "max_response_tokens", "max_tool_output_tokens", "max_parallel_calls", "updates_per_rollout")
         _at_least(where, self, 0, "warmup_steps", "clip_low", "clip_high", "filter_std", "refill_rounds", "temperature")
-        _at_least(where, self, 0, "over_sample", "importance_cap")
+        _at_least(where, self, 0, "over_sample", "importance_cap", "kl_coefficient")
+        if not 0 < self.high_entropy_share <= 1:
+            raise UserError(f"{where}.high_entropy_share={self.high_entropy_share} must be above 0 and at most 1 (all tokens)")
+        if self.kind == "sft" and (self.kl_coefficient or self.high_entropy_share < 1):
+            raise UserError(f"{where}: kl_coefficient and high_entropy_share are of rl and srl; leave them out of a stage of kind sft")
+        if self.importance_mode == "mask" and self.importance_cap < 1:
+            raise UserError(
+                f"{where}.importance_mode=mask keeps weights from 1/importance_cap to importance_cap, which must be at least 1; "
+                f"got {self.importance_cap}"
+            )
         if self.dual_clip and self.dual_clip <= 1 + self.clip_high:
             raise UserError(f"{where}.dual_clip={self.dual_clip} must be 0 (none) or above 1 + clip_high = {1 + self.clip_high}")
         if self.staleness not in (0, 1):

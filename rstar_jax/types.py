@@ -308,6 +308,7 @@ class TrainBatch:
     old_logp_bt: Array  # float32 [B, T], log-probs that the ratio is taken against
     sampler_logp_bt: Array  # float32 [B, T], log-probs reported by the engine
     experts_btlk: Array | None = None  # int16 [B, T, L, k], experts to route to again in each of L layers; -1 leaves it to the router
+    reference_logp_bt: Array | None = None  # float32 [B, T], log-probs under the reference policy of a divergence
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -28,9 +28,10 @@ from rstar_jax.model import kv_cache, qwen
 from rstar_jax.model.sharding import make_mesh
 from rstar_jax.rollout import decode
 from rstar_jax.rollout.weights import rollout_params
+from rstar_jax.training.losses import loss_function
 from rstar_jax.training.optimizer import make_optimizer
 from rstar_jax.training.state import init_state
-from rstar_jax.training.update import Update, loss_function
+from rstar_jax.training.update import Update
 from rstar_jax.types import TrainBatch
 
 _SHAPE = flags.DEFINE_enum("shape", "qwen3-14b", ["qwen3-14b", "tiny"], "Of a layer, and of the phases.")

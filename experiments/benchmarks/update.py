@@ -37,9 +37,10 @@ from launch import cli
 from rstar_jax.config import ModelConfig, TrainingConfig
 from rstar_jax.storage import hf
 from rstar_jax.training.batching import Row, microbatches
+from rstar_jax.training.losses import loss_function
 from rstar_jax.training.optimizer import make_optimizer
 from rstar_jax.training.state import TrainState, first_state, init_state
-from rstar_jax.training.update import Update, loss_function
+from rstar_jax.training.update import Update
 from rstar_jax.types import TrainBatch
 
 PARTS = ("trl", "chunked", "linear")

@@ -13,9 +13,10 @@ from rstar_jax.config import MeshConfig, ModelConfig, StageConfig, TrainingConfi
 from rstar_jax.model import qwen
 from rstar_jax.model.sharding import make_mesh
 from rstar_jax.training.batching import dead_microbatch
+from rstar_jax.training.losses import loss_function
 from rstar_jax.training.optimizer import make_optimizer
 from rstar_jax.training.state import TrainState
-from rstar_jax.training.update import Update, loss_function
+from rstar_jax.training.update import Update
 
 STAGE = StageConfig("rl", "rl", 1, learning_rate=1e-6)
 
@@ -52,7 +53,7 @@ class Shapes:
         mesh, optimizer = one_device(), make_optimizer(STAGE, TrainingConfig())
         update = Update(self.model, loss_function(STAGE), optimizer, 1.0, mesh)
         state, batch = self.state(optimizer, mesh), dead_microbatch(self.rows, self.tokens)
-        programs = update._built(state, batch)
+        programs = update.programs(state, batch)
         so_far = jax.eval_shape(programs.nothing, state.params)
         return programs.add.lower(state.params, None, batch, so_far), programs.apply.lower(state, so_far), state, so_far
 

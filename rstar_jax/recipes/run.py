@@ -110,7 +110,7 @@ class Run:
     async def save(self, state: TrainState) -> None:
         """A checkpoint at the current position. Rows of this position must have been written before."""
         position = self.position
-        await self.on_device(lambda: self.checkpoints.save(position, state.params, (state.optimizer, state.updates)))
+        await self.on_device(lambda: self.checkpoints.save(position, state.params, (state.optimizer, state.updates), state.reference))
 
     def save_due(self, stage: StageConfig) -> bool:
         """Whether this step ends with a checkpoint (a stage's last one is saved after its evaluation)."""

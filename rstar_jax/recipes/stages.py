@@ -16,9 +16,10 @@ from rstar_jax.recipes.run import Run, open_run
 from rstar_jax.recipes.sft import sft_stage
 from rstar_jax.storage.hf import load_params
 from rstar_jax.storage.metrics import MetricsRow, read_metrics, write_atomically
+from rstar_jax.training.losses import loss_function
 from rstar_jax.training.optimizer import make_optimizer
-from rstar_jax.training.state import TrainState, first_state, init_state, with_optimizer
-from rstar_jax.training.update import Update, loss_function
+from rstar_jax.training.state import TrainState, first_state, init_state, with_optimizer, with_reference
+from rstar_jax.training.update import Update
 
 StageLoop = Callable[[Run, StageConfig, Update, TrainState], Awaitable[TrainState]]
 
@@ -49,7 +50,7 @@ async def run_stages(config: RunConfig, workdir: pathlib.Path, progress: Progres
                 continue
             temperature = 1.0 if stage.kind == "sft" else stage.temperature
             optimizer = make_optimizer(stage, config.training)
-            update = Update(config.model, loss_function(stage), optimizer, temperature, run.mesh)
+            update = Update(config.model, loss_function(stage), optimizer, temperature, run.mesh, stage.high_entropy_share)
             state = await LOOPS[stage.kind](run, stage, update, state)
             await evaluate_run(run, state)
             run.log("stage_end", {"updates": float(state.updates)}, {})
@@ -67,19 +68,23 @@ def start_state(run: Run) -> TrainState:
         state = first_state(loaded, config.model, optimizer_rule, config.seed, run.mesh)
     else:
         state = init_state(config.model, optimizer_rule, config.seed, run.mesh)
+    diverges = config.stages[position.stage].kl_coefficient > 0
+    state = with_reference(state, diverges)
     if not position.global_step:
         return state
     params = run.checkpoints.restore(position, "params", state.params)
     optimizer, updates = run.checkpoints.restore(position, "optimizer", (state.optimizer, state.updates))
-    return TrainState(params, optimizer, updates, state.frozen)
+    reference = run.checkpoints.restore(position, "reference", state.reference) if diverges else None
+    return TrainState(params, optimizer, updates, state.frozen, reference)
 
 
 def next_stage_state(run: Run, index: int, state: TrainState) -> TrainState:
-    """The state in which stage `index` begins: the same parameters, and a fresh optimiser unless the stage keeps the old one."""
+    """The state in which stage `index` begins: the same parameters, which are its reference policy if it has one, and a fresh optimiser
+    unless the stage keeps the old one."""
     stage = run.config.stages[index]
-    if not stage.reset_optimizer:
-        return state
-    return with_optimizer(state.params, make_optimizer(stage, run.config.training), state.updates, run.mesh, state.frozen)
+    if stage.reset_optimizer:
+        state = with_optimizer(state.params, make_optimizer(stage, run.config.training), state.updates, run.mesh, state.frozen)
+    return with_reference(state, stage.kl_coefficient > 0)
 
 
 def final_metrics(rows: list[MetricsRow]) -> dict[str, Mapping[str, float]]:

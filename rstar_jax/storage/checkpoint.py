@@ -33,7 +33,7 @@ class Checkpoints:
 
     def __init__(self, directory: pathlib.Path, keep: int, *, read_only: bool = False):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=not read_only, cleanup_tmp_directories=not read_only)
-        items = ("params", "optimizer", "position")
+        items = ("params", "optimizer", "reference", "position")
         self._manager = ocp.CheckpointManager(directory.absolute(), options=options, item_names=items)
 
     def __enter__(self) -> Checkpoints:
@@ -51,21 +51,24 @@ class Checkpoints:
         return Position(**restored["position"])
 
     def restore(self, position: Position, item: str, target: Any) -> Any:
-        """`params` or `optimizer` at `position`, in the tree, shapes, dtypes and shardings of `target` (abstract or real)."""
+        """`params`, `optimizer` or `reference` at `position`, in the tree, shapes, dtypes and shardings of `target` (abstract or
+        real)."""
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
         args = ocp.args.Composite(**{item: ocp.args.StandardRestore(abstract)})
         return self._manager.restore(position.global_step, args=args)[item]
 
-    def save(self, position: Position, params: Any, optimizer: Any) -> None:
-        """Write a checkpoint; does nothing when this step has one already."""
+    def save(self, position: Position, params: Any, optimizer: Any, reference: Any = None) -> None:
+        """Write a checkpoint; does nothing when this step has one already. `reference`: of a stage that has a reference policy."""
         if self._manager.latest_step() == position.global_step:
             return
-        args = ocp.args.Composite(
-            params=ocp.args.StandardSave(params),
-            optimizer=ocp.args.StandardSave(optimizer),
-            position=ocp.args.JsonSave(dataclasses.asdict(position)),
-        )
-        self._manager.save(position.global_step, args=args)
+        items = {
+            "params": ocp.args.StandardSave(params),
+            "optimizer": ocp.args.StandardSave(optimizer),
+            "position": ocp.args.JsonSave(dataclasses.asdict(position)),
+        }
+        if reference is not None:
+            items["reference"] = ocp.args.StandardSave(reference)
+        self._manager.save(position.global_step, args=ocp.args.Composite(**items))
 
     def wait(self) -> None:
         """Until everything saved so far is complete."""

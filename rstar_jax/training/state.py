@@ -19,18 +19,32 @@ from rstar_jax.types import Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """The parameters that are trained (stacked form), optimiser state, and the number of updates applied in this run (scalar
-    int32). `frozen`: with adapters, which then are the `params`, the weights that they belong to."""
+    """The parameters that are trained (stacked form), optimiser state, and the number of updates applied in this run (scalar int32).
+
+    `frozen`: with adapters, which then are the `params`, the weights that they belong to. `reference`: the `params` of the policy that
+    a divergence is measured from, where a stage has one.
+    """
 
     params: qwen.Params
     optimizer: Any
     updates: Array
     frozen: qwen.Params | None = None
+    reference: qwen.Params | None = None
 
     @property
     def weights(self) -> qwen.Params:
         """What the forward pass takes: the parameters, or the frozen weights with the adapters beside them."""
-        return self.params if self.frozen is None else lora.attach(self.frozen, self.params)
+        return self._attached(self.params)
+
+    @property
+    def reference_weights(self) -> qwen.Params:
+        """The same of the reference policy."""
+        if self.reference is None:
+            raise ValueError("this state has no reference policy")
+        return self._attached(self.reference)
+
+    def _attached(self, params: qwen.Params) -> qwen.Params:
+        return params if self.frozen is None else lora.attach(self.frozen, params)
 
 
 def param_shardings(model: ModelConfig, mesh: Mesh) -> Any:
@@ -76,6 +90,15 @@ def with_optimizer(
     program is every update's."""
     moments = jax.jit(optimizer.init, out_shardings=optimizer_shardings(optimizer, params, mesh))(params)
     return TrainState(params, moments, jax.device_put(updates, NamedSharding(mesh, PartitionSpec())), frozen)
+
+
+def with_reference(state: TrainState, wanted: bool) -> TrainState:
+    """The state with a copy of its parameters as the reference policy, or with none."""
+    if not wanted:
+        return dataclasses.replace(state, reference=None)
+    where = jax.tree.map(lambda p: p.sharding, state.params)
+    copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=where)
+    return dataclasses.replace(state, reference=copy(state.params))
 
 
 def abstract_state(model: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:

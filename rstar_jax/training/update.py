@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rstar_jax.algorithms import objectives, sft
-from rstar_jax.config import ModelConfig, StageConfig
+from rstar_jax.algorithms.entropy import high_entropy_threshold, keep_high_entropy
+from rstar_jax.config import ModelConfig
 from rstar_jax.model import lora
 from rstar_jax.model.logprobs import score
 from rstar_jax.model.sharding import TRAINING_RULES, parts, spec
 from rstar_jax.training.batching import dead_microbatch
+from rstar_jax.training.losses import LossFn
 from rstar_jax.training.state import TrainState
-from rstar_jax.types import Array, Sums, TrainBatch, UserError
-
-LossFn = Callable[[Array, Array, TrainBatch], Sums]
-"""(log-probs [B, T], entropies [B, T], batch) -> sums, with the loss to be minimised under "loss"."""
+from rstar_jax.types import Array, Sums, TrainBatch
 
 
 @jax.tree_util.register_dataclass
@@ -39,53 +38,8 @@ class Accumulated:
     maxima: Mapping[str, Array]
 
 
-def loss_function(stage: StageConfig) -> LossFn:
-    """The stage's objective as a function of log-probs. Raises `UserError` for a name that is not in `OBJECTIVES`."""
-    name = stage.objective or KIND_OBJECTIVES[stage.kind]
-    if name not in OBJECTIVES:
-        raise UserError(f"stages.{stage.name}.objective={name!r} is not known; choose one of {', '.join(OBJECTIVES)}")
-    return OBJECTIVES[name](stage)
-
-
-def _sft(stage: StageConfig) -> LossFn:
-    return lambda logp, entropy, batch: sft.sft_loss(logp, batch.trainable_bt, aggregation=stage.loss_aggregation)
-
-
-def _clip_higher(stage: StageConfig) -> LossFn:
-    def loss(logp: Array, entropy: Array, batch: TrainBatch) -> Sums:
-        return objectives.policy_loss(
-            logp,
-            batch.old_logp_bt,
-            batch.advantage_bt,
-            batch.trainable_bt,
-            clip_low=stage.clip_low,
-            clip_high=stage.clip_high,
-            aggregation=stage.loss_aggregation,
-            sequences_bt=batch.segments_bt,
-            sampler_logp_bt=batch.sampler_logp_bt,
-            importance_cap=stage.importance_cap,
-            dual_clip=stage.dual_clip,
-        )
-
-    return loss
-
-
-def _gspo(stage: StageConfig) -> LossFn:
-    gspo = functools.partial(objectives.sequence_policy_loss, clip_low=stage.clip_low, clip_high=stage.clip_high)
-    return lambda logp, entropy, batch: gspo(
-        logp, batch.old_logp_bt, batch.advantage_bt, batch.trainable_bt, sequences_bt=batch.segments_bt
-    )
-
-
-OBJECTIVES: dict[str, Callable[[StageConfig], LossFn]] = {"sft": _sft, "clip_higher": _clip_higher, "gspo": _gspo}
-"""Objectives by name (`stages.NAME.objective`); a new one is one more entry (see docs/extending.md)."""
-
-KIND_OBJECTIVES = {"sft": "sft", "srl": "clip_higher", "rl": "clip_higher"}
-"""What a stage optimises when it names no objective."""
-
-
 @dataclasses.dataclass(frozen=True)
-class _Programs:
+class Programs:
     """The jitted programs of an update: an empty sum, one microbatch more, and the optimiser's step."""
 
     nothing: Any
@@ -97,19 +51,31 @@ class Update:
     """`update(state, batches) -> (state, sums, maxima)`: one optimiser step from the microbatches of one update.
 
     `temperature` is the one the rows were sampled at (1 for SFT). The state is donated. A step whose gradient is not finite
-    changes nothing and is counted in `sums` ("skipped").
+    changes nothing and is counted in `sums` ("skipped"). With `high_entropy_share` below 1, tokens of an update whose entropy under the
+    weights before it is not among that share of the highest have the advantage 0 (arXiv 2506.01939).
     """
 
-    def __init__(self, model: ModelConfig, loss: LossFn, optimizer: optax.GradientTransformation, temperature: float, mesh: Mesh):
+    def __init__(
+        self,
+        model: ModelConfig,
+        loss: LossFn,
+        optimizer: optax.GradientTransformation,
+        temperature: float,
+        mesh: Mesh,
+        high_entropy_share: float = 1.0,
+    ):
         self.mesh = mesh
         self.shards = parts(mesh, "batch")
         self._rows = NamedSharding(mesh, spec(("batch", "length"), TRAINING_RULES))
+        self._share = high_entropy_share
         self._score = jax.jit(functools.partial(_score, model=model, temperature=temperature, mesh=mesh))
+        self._entropy = jax.jit(functools.partial(_entropy, model=model, temperature=temperature, mesh=mesh))
+        self._keep_high_entropy = jax.jit(keep_high_entropy, out_shardings=self._rows)
         measure = functools.partial(_measure, model=model, loss=loss, temperature=temperature, mesh=mesh)
         self._measure = measure
         self._optimizer = optimizer
         self._routed = model.routed
-        self._programs: _Programs | None = None
+        self._programs: Programs | None = None
 
     def place(self, batch: TrainBatch) -> TrainBatch:
         """The batch on the devices, rows and their tokens in parts: the one crossing from host to device."""
@@ -118,6 +84,30 @@ class Update:
     def score(self, state: TrainState, batch: TrainBatch) -> TrainBatch:
         """The batch with the trainer's own log-probs as the ratio's denominator."""
         return dataclasses.replace(batch, old_logp_bt=self._score(state.weights, batch))
+
+    def prepare(self, state: TrainState, batches: Sequence[TrainBatch], trainer_old: bool) -> list[TrainBatch]:
+        """The host batches of one update on the devices, with what the loss needs of frozen weights: log-probs of the state's reference
+        where it has one, and with `trainer_old` the trainer's own as the ratio's denominator."""
+        placed = [self.place(batch) for batch in batches]
+        if state.reference is not None:
+            reference = state.reference_weights
+            placed = [dataclasses.replace(batch, reference_logp_bt=self._score(reference, batch)) for batch in placed]
+        if trainer_old:
+            placed = [self.score(state, batch) for batch in placed]
+        return placed
+
+    def select_tokens(self, state: TrainState, batches: Sequence[TrainBatch]) -> list[TrainBatch]:
+        """The placed batches of one update without the advantages of tokens of low entropy (`high_entropy_share`)."""
+        if self._share >= 1:
+            return list(batches)
+        entropies = [self._entropy(state.weights, batch) for batch in batches]
+        flat = np.concatenate([np.ravel(x) for x in jax.device_get(entropies)])
+        trainable = np.concatenate([np.ravel(x) for x in jax.device_get([batch.trainable_bt for batch in batches])])
+        threshold = np.float32(high_entropy_threshold(flat, trainable, self._share))
+        return [
+            dataclasses.replace(batch, advantage_bt=self._keep_high_entropy(batch.advantage_bt, entropy, threshold))
+            for batch, entropy in zip(batches, entropies, strict=True)
+        ]
 
     def step(self, state: TrainState, batches: Sequence[TrainBatch]) -> tuple[TrainState, dict[str, float]]:
         """One update from host batches, and its metrics as numbers."""
@@ -131,13 +121,11 @@ class Update:
         `trainer_old`: the ratio's denominator is recomputed with the weights before the first update. The gap between sampler and
         trainer is that of the first update; everything else is summed over all. No update gives no metrics.
         """
-        placed = [[self.place(batch) for batch in batches] for batches in updates]
-        if trainer_old:
-            placed = [[self.score(state, batch) for batch in batches] for batches in placed]
+        placed = [self.prepare(state, batches, trainer_old) for batches in updates]
         total: Sums | None = None
         gap: dict[str, float] = {}
         for batches in placed:
-            state, *measured = self(state, batches)
+            state, *measured = self(state, self.select_tokens(state, batches))
             sums, maxima = jax.device_get(measured)
             if total is None:
                 gap = {name: float(value) for name, value in maxima.items()}
@@ -149,32 +137,33 @@ class Update:
         if not batches:
             raise ValueError("an update needs at least one microbatch")
         accumulated = self.accumulate(state, batches)
-        trained = dataclasses.replace(state, frozen=None)
-        trained, sums, maxima = self._built(state, batches[0]).apply(trained, accumulated)
-        return dataclasses.replace(trained, frozen=state.frozen), sums, maxima
+        trained = dataclasses.replace(state, frozen=None, reference=None)
+        trained, sums, maxima = self.programs(state, batches[0]).apply(trained, accumulated)
+        return dataclasses.replace(trained, frozen=state.frozen, reference=state.reference), sums, maxima
 
     def accumulate(self, state: TrainState, batches: Sequence[TrainBatch]) -> Accumulated:
         """What the microbatches add up to, before any division."""
-        programs = self._built(state, batches[0])
+        programs = self.programs(state, batches[0])
         so_far = programs.nothing(state.params)
         for batch in batches:
             so_far = programs.add(state.params, state.frozen, batch, so_far)
         return so_far
 
-    def _built(self, state: TrainState, batch: TrainBatch) -> _Programs:
-        """The jitted programs. Their results lie where their arguments lay, so that no call compiles what another has."""
+    def programs(self, state: TrainState, batch: TrainBatch) -> Programs:
+        """The jitted programs, for arguments like these, which may be shapes with shardings. Their results lie where their arguments
+        lay, so that no call compiles what another has."""
         if self._programs is None:
             measure = self._measure
             shapes = jax.eval_shape(measure, state.params, state.frozen, batch)
             everywhere = NamedSharding(self.mesh, PartitionSpec())
             sums, maxima = jax.tree.map(lambda _: everywhere, (shapes.sums, shapes.maxima))
             where = Accumulated(jax.tree.map(lambda p: p.sharding, state.params), sums, maxima)
-            state_where = jax.tree.map(lambda x: x.sharding, dataclasses.replace(state, frozen=None))
+            state_where = jax.tree.map(lambda x: x.sharding, dataclasses.replace(state, frozen=None, reference=None))
 
             def add(params: Any, frozen: Any, batch: TrainBatch, so_far: Accumulated) -> Accumulated:
                 return _add(so_far, measure(params, frozen, batch))
 
-            self._programs = _Programs(
+            self._programs = Programs(
                 nothing=jax.jit(functools.partial(_zeros, shapes=shapes), out_shardings=where),
                 add=jax.jit(add, donate_argnums=3, out_shardings=where),
                 apply=jax.jit(
@@ -186,20 +175,23 @@ class Update:
     def warm_up(self, state: TrainState, shapes: Sequence[tuple[int, int]], trainer_old: bool) -> None:
         """Compile the programs of all microbatch shapes [rows, tokens] on dead rows; the first update compiles the optimiser's."""
         for rows, tokens in shapes:
-            batch = self.place(dead_microbatch(rows, tokens, self._routed))
-            self.accumulate(state, [batch])
-            if trainer_old:
-                self.score(state, batch)
+            batches = self.prepare(state, [dead_microbatch(rows, tokens, self._routed)], trainer_old)
+            self.accumulate(state, self.select_tokens(state, batches))
 
     def compiled_programs(self) -> int:
         """How many programs exist by now (a run's warm-up makes them all)."""
         built = self._programs
-        programs: tuple[Any, ...] = (self._score,) if built is None else (self._score, built.nothing, built.add, built.apply)
+        programs: list[Any] = [self._score, self._entropy, self._keep_high_entropy]
+        programs += [] if built is None else [built.nothing, built.add, built.apply]
         return sum(program._cache_size() for program in programs)
 
 
 def _score(params: Any, batch: TrainBatch, *, model: ModelConfig, temperature: float, mesh: Mesh) -> jax.Array:
     return score(params, model, batch, temperature, mesh)[0]
+
+
+def _entropy(params: Any, batch: TrainBatch, *, model: ModelConfig, temperature: float, mesh: Mesh) -> jax.Array:
+    return score(params, model, batch, temperature, mesh)[1]
 
 
 def _measure(

@@ -16,9 +16,10 @@ from rows import make_rows as any_rows
 from rstar_jax.config import MeshConfig, ModelConfig, StageConfig, TrainingConfig
 from rstar_jax.model.sharding import make_mesh
 from rstar_jax.training.batching import microbatches
+from rstar_jax.training.losses import loss_function
 from rstar_jax.training.optimizer import make_optimizer
 from rstar_jax.training.state import init_state
-from rstar_jax.training.update import Update, loss_function
+from rstar_jax.training.update import Update
 
 MODEL = ModelConfig(
     vocab_size=16, num_layers=2, d_model=8, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=4, dtype="float64", param_dtype="float64",

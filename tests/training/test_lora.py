@@ -14,9 +14,10 @@ from rstar_jax.model.sharding import make_mesh
 from rstar_jax.overrides import apply_overrides
 from rstar_jax.rollout.weights import rollout_params
 from rstar_jax.training.batching import Row, microbatches
+from rstar_jax.training.losses import loss_function
 from rstar_jax.training.optimizer import make_optimizer
 from rstar_jax.training.state import init_state
-from rstar_jax.training.update import Update, loss_function
+from rstar_jax.training.update import Update
 from rstar_jax.types import UserError
 
 MODEL = ModelConfig(

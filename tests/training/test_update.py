@@ -17,9 +17,10 @@ from rows import make_rows
 from rstar_jax.config import MeshConfig, ModelConfig, StageConfig, TrainingConfig
 from rstar_jax.model.sharding import make_mesh
 from rstar_jax.training.batching import Row, microbatch_shapes, microbatches
+from rstar_jax.training.losses import loss_function
 from rstar_jax.training.optimizer import learning_rate, make_optimizer
 from rstar_jax.training.state import abstract_state, init_state
-from rstar_jax.training.update import Update, loss_function
+from rstar_jax.training.update import Update
 from rstar_jax.types import UserError
 
 MODEL = ModelConfig(vocab_size=64, num_layers=2, d_model=16, d_ff=32, num_heads=4, num_kv_heads=2, head_dim=8)

@@ -45,7 +45,7 @@ from rstar_jax.types import TrainBatch
 
 PARTS = ("trl", "chunked", "linear")
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Alternations of the arms.", lower_bound=1)
-_PARTS = flags.DEFINE_list("parts", list(PARTS), "Which of them.")
+_PARTS = flags.DEFINE_list("parts", ["trl", "chunked", "linear"], "Which of them.")
 _ROWS = flags.DEFINE_integer("rows", 16, "Sequences of an update in the part `trl`, an even number.", lower_bound=2)
 _REMAT = flags.DEFINE_enum("remat", "none", ["none", "dots", "full"], "Of ours in the parts `trl` and `linear`.")
 _KEEP = flags.DEFINE_bool("keep_memory", True, "Let malloc keep what is freed, for both sides: see `keep_memory`.")

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from rstar_jax.model.precision import einsum, wide, wide_dtype
 from rstar_jax.model.sharding import TRAINING_RULES, parts, spec
@@ -157,7 +157,7 @@ def sharded_mixture(
     # rows of a decode step or an extension may be too few to cut: then every device sees them all
     cut = x_btd.shape[0] % parts(mesh, "batch") == 0 and x_btd.shape[1] % parts(mesh, "length") == 0
     tokens = spec(("batch", "length", None) if cut else (None, None, None), TRAINING_RULES)
-    wide_efd, narrow_efd = (spec(axes, TRAINING_RULES) for axes in (("expert", None, "mlp"), ("expert", "mlp", None)))
+    wide_efd, narrow_efd = PartitionSpec("expert", None, "tensor"), PartitionSpec("expert", "tensor", None)
     local_experts, groups = gate_edf.shape[0] // mesh.shape["expert"], mesh.shape["expert"]
 
     def local(x: jax.Array, chosen: jax.Array, weights: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:

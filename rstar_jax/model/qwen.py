@@ -86,9 +86,9 @@ class Experts(nn.Module):
             return parameter(self, name, scaled_normal(batch_axis=range(len(shape) - 2)), axes, shape, c.param_dtype)
 
         router_de = weight("router", ("embed", "router"), c.d_model, c.num_experts)
-        gate_edf = weight("gate", ("expert", "embed", "mlp"), c.num_experts, c.d_model, c.expert_d_ff)
-        up_edf = weight("up", ("expert", "embed", "mlp"), c.num_experts, c.d_model, c.expert_d_ff)
-        down_efd = weight("down", ("expert", "mlp", "embed"), c.num_experts, c.expert_d_ff, c.d_model)
+        gate_edf = weight("gate", ("expert", "expert_embed", "mlp"), c.num_experts, c.d_model, c.expert_d_ff)
+        up_edf = weight("up", ("expert", "expert_embed", "mlp"), c.num_experts, c.d_model, c.expert_d_ff)
+        down_efd = weight("down", ("expert", "mlp", "expert_embed"), c.num_experts, c.expert_d_ff, c.d_model)
         batch, length, width = x_btd.shape
         x_nd = x_btd.reshape(-1, width)
         logits_ne = wide(x_nd) @ router_de.astype(wide_dtype(x_nd))
@@ -238,6 +238,13 @@ def _ends(params: Params, config: ModelConfig, method: str, x: Array) -> jax.Arr
     return cast(jax.Array, Ends(config).apply({"params": params["ends"]}, x, method=method))
 
 
+def _whole_rows(params: Params, mesh: Mesh | None) -> Params:
+    """The parameters with every row of the embedding in one piece, so that each device looks its own tokens up. From rows in pieces XLA
+    would exchange tokens for them, and on some meshes gather all tokens everywhere."""
+    ends = params["ends"]
+    return {**params, "ends": {**ends, "embedding": constrain(ends["embedding"], mesh, ("vocab", None))}}
+
+
 _REMAT = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -270,8 +277,7 @@ def forward(
     slots = None if slots_b is None else jnp.asarray(slots_b)
     activation = ("batch", "length", None)
     context = Context(rotation(config, positions_bt), visibility, positions_bt, segments_bt > 0, slots, reach, mesh)
-    x_btd = _ends(params, config, "embed", tokens_bt)
-    x_btd = constrain(x_btd, mesh, activation)
+    x_btd = constrain(_ends(_whole_rows(params, mesh), config, "embed", tokens_bt), mesh, activation)
 
     def apply(layer: Any, x: jax.Array, layer_cache: Any, chosen_btk: Any) -> Any:
         applied: Any = block.apply({"params": layer}, x, context, layer_cache, chosen_btk)

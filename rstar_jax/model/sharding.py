@@ -19,7 +19,7 @@ AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 data     rows of a batch; parameters are whole
 fsdp     rows of a batch; parameters, gradients and moments are cut, and gathered layer by layer
-expert   rows of a batch; experts are cut, and the tokens of the axis meet at them
+expert   rows of a batch; experts are apart, and the tokens of the axis meet at them
 context  tokens of a row; keys and values are gathered for attention, parameters are cut as over fsdp
 tensor   heads, the feed-forward width and the vocabulary
 """
@@ -32,15 +32,24 @@ TRAINING_RULES: Rules = {
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
-    "expert": "expert",
+    "expert": ("expert", "fsdp"),
+    "expert_embed": "context",
     "router": None,
     "rank": None,
     "norm": None,
     "layers": None,
 }
-"""Parameters over fsdp, context and tensor, experts over expert too; rows of a batch over data, fsdp and expert."""
+"""Parameters over fsdp, context and tensor, experts over expert too; rows of a batch over data, fsdp and expert. fsdp cuts experts
+between them and not through their rows: pieces of a leading axis are gathered as they lie, of another they have to be turned round, for
+which XLA keeps a copy of all layers' experts."""
 
-ROLLOUT_RULES: Rules = {**TRAINING_RULES, "embed": None, "slots": ("data", "fsdp", "expert", "context")}
+ROLLOUT_RULES: Rules = {
+    **TRAINING_RULES,
+    "embed": None,
+    "expert": "expert",
+    "expert_embed": None,
+    "slots": ("data", "fsdp", "expert", "context"),
+}
 """Parameters gathered over fsdp and context; slots over all axes but tensor, key/value heads over tensor."""
 
 

@@ -14,12 +14,17 @@ from rstar_jax.types import UserError
 _TINY = ModelConfig(vocab_size=512, num_layers=2, d_model=32, d_ff=64, num_heads=2, num_kv_heads=1, head_dim=16)
 
 
+def _large(model: ModelConfig) -> ModelConfig:
+    """For accelerators: bfloat16 beside float32 weights, activations computed again, attention in blocks."""
+    return dataclasses.replace(model, dtype="bfloat16", param_dtype="float32", remat="full", attention="blockwise")
+
+
 def _qwen3(layers: int, d: int, ff: int, heads: int, tied: bool) -> ModelConfig:
-    return ModelConfig(151_936, layers, d, ff, heads, 8, 128, True, False, tied, 1e6, 1e-6, "bfloat16", "float32", "full")
+    return _large(ModelConfig(151_936, layers, d, ff, heads, 8, 128, True, False, tied, 1e6, 1e-6))
 
 
 def _qwen25(layers: int, d: int, ff: int, heads: int, kv: int, head_dim: int, vocab: int, tied: bool) -> ModelConfig:
-    return ModelConfig(vocab, layers, d, ff, heads, kv, head_dim, False, True, tied, 1e6, 1e-6, "bfloat16", "float32", "full")
+    return _large(ModelConfig(vocab, layers, d, ff, heads, kv, head_dim, False, True, tied, 1e6, 1e-6))
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -32,6 +37,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "qwen3-8b": _qwen3(36, 4096, 12288, 32, False),
         "qwen3-14b": _qwen3(40, 5120, 17408, 40, False),
         "qwen3-32b": _qwen3(64, 5120, 25600, 64, False),
+        "qwen3-30b-a3b": dataclasses.replace(
+            _qwen3(48, 2048, 768, 32, False), num_kv_heads=4, num_experts=128, experts_per_token=8, expert_d_ff=768
+        ),
         "qwen2.5-0.5b": _qwen25(24, 896, 4864, 14, 2, 64, 151_936, True),
         "qwen2.5-1.5b": _qwen25(28, 1536, 8960, 12, 2, 128, 151_936, True),
         "qwen2.5-3b": _qwen25(36, 2048, 11008, 16, 2, 128, 151_936, True),
